@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from exl3_plugin.format import BLOCK, MARKERS, TILE, FormatError, bits_from_words
+from exl3_plugin.format import (
+    BLOCK,
+    EMBEDDING_GROUP,
+    MARKERS,
+    TILE,
+    FormatError,
+    bits_from_words,
+    embedding_bits,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ def describe_linear(
 
     Args:
         shapes: suffix -> (safetensors dtype such as "I16", shape), for `trellis`, `suh`/`su`,
-            `svh`/`sv` and the markers; other suffixes are ignored.
+            `svh`/`sv`, `bias` and the markers; other suffixes are ignored.
         markers: suffix -> value, for the marker tensors in `shapes`.
 
     Raises:
@@ -92,6 +100,13 @@ def describe_linear(
         raise FormatError(
             f"{bits:g} bits per weight with codebook {codebook}; half rates exist only with mul1"
         )
+    if "bias" in shapes:
+        bias_dtype, bias_shape = shapes["bias"]
+        if bias_dtype not in ("F16", "BF16", "F32") or len(bias_shape) != 1 or bias_shape[0] > n:
+            raise FormatError(
+                f"bias is {bias_dtype} {list(bias_shape)}, expected F16, BF16 or F32 with at most "
+                f"{n} elements"
+            )
     legacy = [_check_scale(shapes, new, old, size) for new, old, size in _scales_of(k, n)]
     return LinearLayout(bits, codebook, k, n, any(legacy))
 
@@ -118,3 +133,31 @@ def _check_scale(
             "to match the trellis"
         )
     return name == old
+
+
+def describe_embedding(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> tuple[float, int, int]:
+    """Check one quantised embedding and say its bits, rows and padded width, from headers alone.
+
+    Args:
+        shapes: suffix -> (safetensors dtype, shape), for `trellis` `[rows, words]` and `signs`.
+
+    Raises:
+        FormatError: anything the format does not allow.
+    """
+    dtype, (rows, width) = shapes["trellis"]
+    if dtype not in ("I16", "U16"):
+        raise FormatError(f"trellis has dtype {dtype}, expected I16")
+    if "signs" not in shapes:
+        raise FormatError(
+            f"trellis has shape {[rows, width]} and no signs: a quantised n-gram table, "
+            "which is not supported"
+        )
+    signs_dtype, signs_shape = shapes["signs"]
+    if signs_dtype != "F16" or len(signs_shape) != 2 or signs_shape[1] != EMBEDDING_GROUP:
+        raise FormatError(
+            f"signs is {signs_dtype} {list(signs_shape)}, expected F16 [groups, {EMBEDDING_GROUP}]"
+        )
+    groups = signs_shape[0]
+    return float(embedding_bits(width, groups)), rows, groups * EMBEDDING_GROUP

@@ -190,7 +190,7 @@ def pack_states(states: np.ndarray, bits: float) -> np.ndarray:
     step = np.searchsorted(ends, bit, side="right")
     shift = (ends[step] - 1 - bit).astype(np.uint16)
     ring = np.packbits(((states[..., step] >> shift) & 1).astype(np.uint8), axis=-1)
-    trellis = ring.view(">u4").astype("<u4").view(np.int16)
+    trellis = np.ascontiguousarray(ring).view(">u4").astype("<u4").view(np.int16)
     mismatch = np.argwhere(_windows(trellis, None) != states)
     if mismatch.size:
         *tile, position = (int(i) for i in mismatch[0])

@@ -354,8 +354,8 @@ def _compare_with_map(
     omitted = sorted(m.name for m in modules.values() if m.bits and m.name not in listed)
     if omitted:
         warnings.append(
-            f"quantization_config.json omits {len(omitted)} quantised modules that the files hold "
-            f"({some(omitted)}); they are read from the files"
+            f"quantization_config.json omits quantised modules that the files hold: "
+            f"{some(omitted)}; they are read from the files"
         )
     stored = {
         tensor
@@ -365,8 +365,7 @@ def _compare_with_map(
     }
     if stored:
         warnings.append(
-            f"quantization_config.json lists {len(stored)} tensors of modules that no file holds "
-            f"({some(sorted(stored))})"
+            f"quantization_config.json lists tensors that no file holds: {some(sorted(stored))}"
         )
 
 

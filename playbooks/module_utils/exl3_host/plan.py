@@ -482,7 +482,7 @@ def _text(value: Any) -> str:
 def _url(instance: Instance) -> str:
     """Where a client on the same host reaches the server."""
     host = instance.host
-    if host in ("0.0.0.0", "::", ""):  # noqa: S104
+    if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1" if host != "::" else "::1"
     return f"http://[{host}]:{instance.port}" if ":" in host else f"http://{host}:{instance.port}"
 

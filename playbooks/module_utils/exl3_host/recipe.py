@@ -180,7 +180,11 @@ def _trap_problem(document: Document, path: Path, trap: Trap) -> Problem:
         meant = [w for w in likely if w in words]
         fix = f"Use: {meant[0]}" if meant else f"Use one of: {', '.join(words)}"
     elif kind is bool:
-        fix = f"Write {str(trap.boolean).lower()}" if trap.boolean is not None else "Write true or false"
+        fix = (
+            f"Write {str(trap.boolean).lower()}"
+            if trap.boolean is not None
+            else "Write true or false"
+        )
     elif kind in (int, float):
         fix = "Write a plain decimal number"
     elif kind is str:

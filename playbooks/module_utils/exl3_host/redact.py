@@ -18,7 +18,9 @@ _NAMED = re.compile(
     r"(?i)((?:[A-Z0-9_-]*(?:token|secret|passw(?:or)?d|api[_-]?key|credential)s?)"
     r"[\"']?(?:\s*[=:]\s*|\s+))([\"']?)(?![\s\"'])([^\s\"',;}\]]+)"
 )
-_BEARER = re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?)?(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}")
+_BEARER = re.compile(
+    r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?)?(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"
+)
 _URL_LOGIN = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s:@]+:[^/\s@]+@")
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_.-])(token|secret|passw(or)?d|passwd|credentials?|api[_-]?key|private[_-]?key|key)$"

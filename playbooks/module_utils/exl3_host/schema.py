@@ -151,9 +151,7 @@ def _revision(value: str) -> str:
         raise _refuse(
             f"'{value}' is {len(value)} characters.", "Pin the whole commit: 40 lower-case hex."
         )
-    raise _refuse(
-        f"'{value}' is a branch or tag, which moves.", "Pin the commit: 40 hex digits."
-    )
+    raise _refuse(f"'{value}' is a branch or tag, which moves.", "Pin the commit: 40 hex digits.")
 
 
 def _sha256(value: str) -> str:
@@ -186,7 +184,8 @@ def _inner_path(value: str) -> str:
     parts = value.split("/")
     if value.startswith("/") or ".." in parts or "" in parts:
         raise _refuse(
-            f"'{value}' does not stay inside the package.", "Write a path as in the wheel's listing."
+            f"'{value}' does not stay inside the package.",
+            "Write a path as in the wheel's listing.",
         )
     return value
 
@@ -195,7 +194,9 @@ ArgName = Annotated[str, AfterValidator(_arg_name)]
 ArgValue = Annotated[Any, AfterValidator(_arg_value)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
 EnvValue = Annotated[str, AfterValidator(_env_value)]
-Pattern = Annotated[str, AfterValidator(_regex), WithJsonSchema({"type": "string", "format": "regex"})]
+Pattern = Annotated[
+    str, AfterValidator(_regex), WithJsonSchema({"type": "string", "format": "regex"})
+]
 _SCALAR = {"type": ["string", "number", "integer", "boolean"]}
 Args = Annotated[
     dict[ArgName, ArgValue],
@@ -254,7 +255,7 @@ class Quantize(Closed):
     """How an unquantised source becomes an EXL3 checkpoint in the store."""
 
     bits: float = Field(ge=1, le=8, description="average bits per weight")
-    head_bits: float = Field(6, ge=1, le=8, description="bits of the output head")
+    head_bits: int = Field(6, ge=1, le=8, description="bits of the output head")
     codebook: Literal["3inst", "mcg", "mul1"] = "mul1"
     calibration: str = Field(
         "none", min_length=1, description="a text file beside the recipe, or the word none"
@@ -276,17 +277,23 @@ class Model(Closed):
 
     repo: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+$")
     revision: Commit | None = None
-    path: str | None = Field(None, min_length=1, description="folder, absolute or beside the recipe")
+    path: str | None = Field(
+        None, min_length=1, description="folder, absolute or beside the recipe"
+    )
     package: Package | None = None
     quantize: Quantize | None = None
     file_lock: str | None = Field(None, pattern=r"^[a-z0-9._-]+\.files\.json$")
-    weights_bytes: int | None = Field(None, ge=1, description="size of the tensors, for the fit check")
+    weights_bytes: int | None = Field(
+        None, ge=1, description="size of the tensors, for the fit check"
+    )
     bits_per_weight: float | None = Field(None, gt=0, le=16)
     architecture: str | None = None
     license: str | None = None
     gated: bool = False
     trust_remote_code: bool = False
-    served_name: str | None = Field(None, min_length=1, description="name in the API; default: name")
+    served_name: str | None = Field(
+        None, min_length=1, description="name in the API; default: name"
+    )
     min_context: int | None = Field(None, ge=256)
 
     @model_validator(mode="after")
@@ -294,7 +301,8 @@ class Model(Closed):
         given = [k for k in ("repo", "path", "package") if getattr(self, k) is not None]
         if not given:
             raise _refuse(
-                "No source is given.", "Write one of: repo with revision, path, package with quantize."
+                "No source is given.",
+                "Write one of: repo with revision, path, package with quantize.",
             )
         if len(given) > 1:
             raise _refuse(f"Two sources are given: {' and '.join(given)}.", "Keep one of them.")
@@ -304,7 +312,8 @@ class Model(Closed):
             raise _refuse("'revision' belongs to 'repo'.", "Remove it.")
         if self.package is not None and self.quantize is None:
             raise _refuse(
-                "A file from a package is quantised here.", "Add quantize: {bits: 6.0, head_bits: 6}."
+                "A file from a package is quantised here.",
+                "Add quantize: {bits: 6.0, head_bits: 6}.",
             )
         return self
 
@@ -380,7 +389,9 @@ class CpuMemory(Closed):
     """Context length and KV cache on a CPU host."""
 
     max_model_len: int = Field(ge=256)
-    kv_cache_gib: int = Field(ge=1, description="whole GiB per rank, as vLLM's CPU backend wants it")
+    kv_cache_gib: int = Field(
+        ge=1, description="whole GiB per rank, as vLLM's CPU backend wants it"
+    )
     overhead_gib: float | None = Field(None, ge=0)
     host_reserve_gib: float = Field(0.5, ge=0)
 

@@ -1,0 +1,477 @@
+"""`exl3ctl`: what a person types. Exit codes: 0 good, 1 refused, 2 usage.
+
+Results go to stdout, as a table or with `--json` as one JSON object; errors go to stderr, or with
+`--json` to stdout as an object with the key `error`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import facts as host_facts
+from . import fit as fit_check
+from . import plan as planner
+from .errors import HostError, Problem, RecipeError, count
+from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
+from .redact import redact, redact_text
+
+EXIT_GOOD, EXIT_REFUSED = 0, 1
+
+app = typer.Typer(
+    name="exl3ctl",
+    help="Serve EXL3 models: recipes, plans, checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipe_app = typer.Typer(help="Check and show recipes.", no_args_is_help=True)
+app.add_typer(recipe_app, name="recipe")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or a name in recipes/.")]
+ProfileOption = Annotated[str | None, typer.Option(help="Profile to use; default: the first fit.")]
+StoreOption = Annotated[
+    Path | None, typer.Option(help="Model store; default: .exl3 of the checkout.")
+]
+FactsOption = Annotated[
+    Path | None, typer.Option("--facts", help="Use this facts file instead of looking at the host.")
+]
+KvOption = Annotated[int | None, typer.Option(min=1, help="KV cache in GiB per rank.")]
+LengthOption = Annotated[int | None, typer.Option(min=256, help="Longest context in tokens.")]
+FreedOption = Annotated[
+    float, typer.Option(min=0, help="GiB that the running instance returns when replaced.")
+]
+
+
+def checkout() -> Path | None:
+    """The checkout that this package was started from, or None when it is installed."""
+    for folder in (Path(__file__).resolve().parents[3], Path.cwd()):
+        if (folder / "recipes").is_dir() and (folder / "playbooks").is_dir():
+            return folder
+    return None
+
+
+def recipe_folders() -> list[Path]:
+    """Where recipe names are looked up: the working directory's recipes, then the checkout's."""
+    folders = [Path.cwd() / "recipes"]
+    root = checkout()
+    if root is not None and root / "recipes" not in folders:
+        folders.append(root / "recipes")
+    return [f for f in folders if f.is_dir()]
+
+
+@recipe_app.command("lint")
+def recipe_lint(
+    files: Annotated[list[str], typer.Argument(help="Recipe files, or names in recipes/.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Check recipes; every mistake is shown with line, column and fix."""
+
+    def work() -> tuple[int, dict, Callable[[Console], None]]:
+        good: list[LoadedRecipe] = []
+        problems: list[Any] = []
+        for file in files:
+            try:
+                good.append(load_recipe(find_recipe(file, recipe_folders())))
+            except RecipeError as error:
+                problems += error.problems
+            except HostError as error:
+                problems.append(Problem(file, 0, 0, "", error.message, error.fix))
+        result = {
+            "recipes": [
+                {"name": r.recipe.name, "path": str(r.path), "sha256": r.sha256} for r in good
+            ]
+        }
+        if not problems:
+            return EXIT_GOOD, result, lambda out: out.print(summary(good), highlight=False)
+        error = RecipeError(problems)
+        result |= error.as_dict()
+
+        def show(_out: Console) -> None:
+            _print_error(error)
+            _stderr().print(
+                f"{count(len(error.problems), 'error')}. Nothing was changed.", highlight=False
+            )
+
+        return EXIT_REFUSED, result, show
+
+    _run(as_json, work)
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipeArgument, as_json: JsonFlag = False) -> None:
+    """Show a recipe with every default filled in."""
+
+    def work() -> tuple[int, dict, Callable[[Console], None]]:
+        loaded = load_recipe(find_recipe(recipe, recipe_folders()))
+        body = loaded.recipe.model_dump(by_alias=True, mode="json", exclude_none=True)
+
+        def show(out: Console) -> None:
+            from io import StringIO
+
+            from ruamel.yaml import YAML
+
+            text = StringIO()
+            yaml = YAML()
+            yaml.dump(body, text)
+            out.print(f"# {loaded.path}", text.getvalue(), sep="\n", highlight=False, markup=False)
+
+        return EXIT_GOOD, {"path": str(loaded.path), "sha256": loaded.sha256, **body}, show
+
+    _run(as_json, work)
+
+
+@app.command("facts")
+def facts_command(store: StoreOption = None, as_json: JsonFlag = False) -> None:
+    """Show what this host is."""
+
+    def work() -> tuple[int, dict, Callable[[Console], None]]:
+        found = host_facts.collect(store=_store(store))
+        return EXIT_GOOD, found, lambda out: _show_facts(found, out)
+
+    _run(as_json, work)
+
+
+@app.command("plan")
+def plan_command(
+    recipe: RecipeArgument,
+    name: Annotated[str | None, typer.Option(help="Instance name; default: the recipe's.")] = None,
+    profile: ProfileOption = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    store: StoreOption = None,
+    venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with vLLM; default: .venv.")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the API key.")] = None,
+    max_model_len: LengthOption = None,
+    kv_cache_gib: KvOption = None,
+    pinning: Annotated[str | None, typer.Option(help="auto, none, container.")] = None,
+    release: Annotated[str | None, typer.Option(help="Names the installed software.")] = None,
+    freed_gib: FreedOption = 0.0,
+    facts: FactsOption = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show every choice's reason.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Decide how a recipe is served here. Nothing is started; 1 where it would not fit."""
+
+    def work() -> tuple[int, dict, Callable[[Console], None]]:
+        loaded = load_recipe(find_recipe(recipe, recipe_folders()))
+        instance = planner.Instance(
+            name=name or loaded.recipe.name,
+            store=str(_store(store)),
+            venv=str(_venv(venv)),
+            port=port,
+            host=host,
+            profile=profile,
+            api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
+            max_model_len=max_model_len,
+            kv_cache_gib=kv_cache_gib,
+            pinning_mode=pinning,
+            release=release,
+            freed_gib=freed_gib,
+        )
+        plan = build_plan(loaded, instance, _facts(facts, instance.store))
+        code = EXIT_GOOD if plan["fit"]["ok"] else EXIT_REFUSED
+        return code, plan, lambda out: _show_plan(plan, explain, out)
+
+    _run(as_json, work)
+
+
+@app.command("fit")
+def fit_command(
+    recipe: RecipeArgument,
+    profile: ProfileOption = None,
+    store: StoreOption = None,
+    max_model_len: LengthOption = None,
+    kv_cache_gib: KvOption = None,
+    freed_gib: FreedOption = 0.0,
+    facts: FactsOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Does the model fit in this host's memory? 1 where it does not."""
+
+    def work() -> tuple[int, dict, Callable[[Console], None]]:
+        loaded = load_recipe(find_recipe(recipe, recipe_folders()))
+        instance = planner.Instance(
+            name=loaded.recipe.name,
+            store=str(_store(store)),
+            venv=str(_venv(None)),
+            profile=profile,
+            max_model_len=max_model_len,
+            kv_cache_gib=kv_cache_gib,
+            freed_gib=freed_gib,
+            api_key_file="/not-used" if loaded.recipe.secrets.api_key else None,
+        )
+        plan = build_plan(loaded, instance, _facts(facts, instance.store))
+        verdict = {"recipe": loaded.recipe.name, "profile": plan["profile"], **plan["fit"]}
+        code = EXIT_GOOD if verdict["ok"] else EXIT_REFUSED
+        return code, verdict, lambda out: _show_fit(verdict, out)
+
+    _run(as_json, work)
+
+
+def build_plan(loaded: LoadedRecipe, instance: planner.Instance, facts: dict) -> dict:
+    """`planner.make_plan` with what lies on this host's disk: the model's size, the calibration.
+
+    Raises HostError where a local model folder or the calibration text is not there.
+    """
+    source = planner.model_source(loaded)
+    if source["kind"] == "path" and not Path(source["path"]).exists():
+        raise HostError(
+            f"The model folder {source['path']} is not there.",
+            f"Correct model.path in {loaded.path}; relative paths start beside the recipe.",
+        )
+    calibration = planner.calibration_file(loaded)
+    digest = None
+    if calibration is not None:
+        try:
+            digest = hashlib.sha256(calibration.read_bytes()).hexdigest()
+        except OSError as error:
+            raise HostError(
+                f"The calibration text {calibration} cannot be read: {error.strerror}.",
+                f"Correct model.quantize.calibration in {loaded.path}, or write none.",
+            ) from None
+    folder = planner.model_dir(loaded, instance.store, digest)
+    return planner.make_plan(loaded, facts, instance, fit_check.measure(folder), digest)
+
+
+def _pass_through(name: str, what: str) -> None:
+    def command(context: typer.Context) -> None:
+        # The plugin is a neighbour, not a library of ours: it is reached as a command line.
+        argv = [sys.executable, "-m", f"exl3_plugin.{name}", *context.args]
+        sys.stdout.flush()
+        os.execve(sys.executable, argv, _environment())
+
+    command.__doc__ = what
+    app.command(
+        name,
+        help=what,
+        add_help_option=False,
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "allow_interspersed_args": False,
+            "help_option_names": [],
+        },
+    )(command)
+
+
+_pass_through("inspect", "What a checkpoint holds: modules, bits, sizes.")
+_pass_through("quantize", "Turn a Hugging Face folder or GGUF file into an EXL3 checkpoint.")
+_pass_through("verify", "Load a checkpoint in vLLM and compare it with reference outputs.")
+
+
+def _environment() -> dict[str, str]:
+    """Our environment, with the checkout importable where the package runs from one."""
+    env = dict(os.environ)
+    root = checkout()
+    if root is not None and (root / "exl3_plugin").is_dir():
+        paths = [str(root), str(root / "playbooks/module_utils")]
+        old = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in paths]
+        env["PYTHONPATH"] = os.pathsep.join(paths + old)
+    return env
+
+
+def _store(given: Path | None) -> Path:
+    if given is not None:
+        return given.expanduser().absolute()
+    root = checkout()
+    return root / ".exl3" if root is not None else Path.home() / ".local/share/exl3"
+
+
+def _venv(given: Path | None) -> Path:
+    if given is not None:
+        return given.expanduser().absolute()
+    root = checkout()
+    return root / ".venv" if root is not None else Path(sys.prefix)
+
+
+def _facts(file: Path | None, store: str) -> dict:
+    if file is None:
+        return host_facts.collect(store=store)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HostError(
+            f"The facts file {file} cannot be read: {error}.", "Make one with: exl3ctl facts --json"
+        ) from None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != host_facts.SCHEMA:
+        raise HostError(
+            f"{file} is no facts file: schema is {schema!r}, expected '{host_facts.SCHEMA}'.",
+            "Make one with: exl3ctl facts --json",
+        )
+    return found
+
+
+def _run(as_json: bool, work: Callable[[], tuple[int, dict, Callable[[Console], None]]]) -> None:
+    """Do the work, print its result one way or the other, and leave with its exit code."""
+    try:
+        code, result, show = work()
+    except HostError as error:
+        if as_json:
+            print(json.dumps(redact(error.as_dict()), indent=2))
+        else:
+            _print_error(error)
+        raise typer.Exit(EXIT_REFUSED) from None
+    if as_json:
+        # Not redacted: a plan is applied as it stands, and no secret can get into one.
+        print(json.dumps(result, indent=2))
+    else:
+        show(_stdout())
+    raise typer.Exit(code)
+
+
+def _stdout() -> Console:
+    """A terminal keeps its width; a pipe gets wide lines, so that tables are not folded."""
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, soft_wrap=True)
+
+
+def _print_error(error: HostError) -> None:
+    _stderr().print(Text(redact_text(str(error))), highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _rows(out: Console, rows: list[tuple[str, str]]) -> None:
+    table = _table("", "")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    out.print(table)
+
+
+def _gib(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 2**30:.2f} GiB"
+
+
+def _show_facts(found: dict, out: Console) -> None:
+    cpus, memory, tools = found["cpus"], found["memory"], found["tools"]
+    rows = [
+        ("system", f"{found['os']['id']} {found['os']['version']}, {found['arch']}"),
+        (
+            "CPU",
+            f"{cpus['model']}, {count(cpus['packages'], 'package')}, "
+            f"{count(cpus['cores'], 'core')}, {count(cpus['threads_per_core'], 'thread')} per core",
+        ),
+        ("CPUs", f"online {cpus['online']}, allowed {cpus['affinity']}, cgroup {cpus['cgroup']}"),
+        ("features", " ".join(cpus["flags"]) or "none read"),
+    ]
+    for node in found["numa"]["nodes"]:
+        rows.append(
+            (
+                f"node {node['id']}",
+                f"CPUs {node['cpus'] or 'none'}, {_gib(node['total_bytes'])}, "
+                f"{_gib(node['available_bytes'])} available",
+            )
+        )
+    rows.append(
+        (
+            "memory",
+            f"{_gib(memory['total_bytes'])}, {_gib(memory['available_bytes'])} available, "
+            + (
+                "no cgroup limit"
+                if memory["cgroup_limit_bytes"] is None
+                else f"cgroup limit {_gib(memory['cgroup_limit_bytes'])}"
+            ),
+        )
+    )
+    rows.append(
+        ("tools", ", ".join(f"{n} {p or 'absent'}" for n, p in tools.items() if n[0] != "_"))
+    )
+    names = [f"{g['name']} ({g['compute_capability']})" for g in found["gpus"]]
+    rows.append(("GPUs", ", ".join(names) or "none"))
+    if found["disk"]:
+        rows.append(
+            ("disk", f"{_gib(found['disk']['free_bytes'])} free at {found['disk']['path']}")
+        )
+    _rows(out, rows)
+
+
+def _show_plan(plan: dict, explain: bool, out: Console) -> None:
+    serve, pin, model = plan["serve"], plan["pin"], plan["model"]
+    origin = {"package": "name", "path": "path", "hub": "repo"}[model["source"]["kind"]]
+    _rows(
+        out,
+        [
+            ("instance", f"{plan['instance']} (recipe {plan['recipe']['name']})"),
+            ("profile", plan["profile"]),
+            ("model", f"{model['source'][origin]} -> {model['dir']} ({model['prepare']})"),
+            ("serves", f"{model['served_name']} at {serve['url']}"),
+            ("pin", f"{pin['mode']}: CPUs {pin['cpus']}, mems {pin['mems']}; {pin['reason']}"),
+            ("config", plan["config_hash"]),
+        ],
+    )
+    _show_fit(plan["fit"], out)
+    if explain:
+        table = _table("decision", "value", "why")
+        for entry in plan["decisions"]:
+            table.add_row(entry["what"], Text(str(entry["value"])), Text(entry["why"]))
+        out.print()
+        out.print(table)
+        out.print()
+        out.print(Text(command_line(plan)))
+    for warning in plan["warnings"]:
+        _stderr().print(Text(f"warning: {warning}"), highlight=False)
+
+
+def command_line(plan: dict) -> str:
+    """The start of the server as a person would type it, one setting per line."""
+    lines = [f"{name}={shlex.quote(value)}" for name, value in plan["serve"]["env"].items()]
+    words = [*plan["pin"]["numactl"], *plan["serve"]["argv"]]
+    for word in words:
+        starts_line = word.startswith("--") or word == words[0]
+        if starts_line:
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n  ".join(lines)
+
+
+def _show_fit(verdict: dict, out: Console) -> None:
+    for line in verdict["lines"]:
+        out.print(Text(f"fit  {line}"), highlight=False)
+    have = verdict["available_gib"]
+    figures = f"{verdict['needed_gib']:.2f} GiB needed"
+    if have is not None:
+        figures += f", {have:.2f} GiB available"
+    if verdict["ok"]:
+        out.print(f"fit  ok: {figures}", highlight=False)
+        return
+    err = _stderr()
+    err.print(f"fit  refused: {figures}", highlight=False)
+    for reason in verdict["reasons"]:
+        err.print(Text(f"     because {reason}"), highlight=False)
+    for suggestion in verdict["would_fit"]:
+        err.print(Text(f"     try: {suggestion}"), highlight=False)
+
+
+def main() -> None:
+    """Entry point of `exl3ctl`."""
+    app(prog_name="exl3ctl")
+
+
+if __name__ == "__main__":
+    main()

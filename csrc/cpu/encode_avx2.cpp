@@ -28,12 +28,19 @@ struct Avx2Costs {
   // Lane i gets node[i >> kBits]: the node that 2^kBits consecutive states share.
   template <int kBits>
   static F spread(const float* node) {
-    if constexpr (kBits >= 4) return set1(*node);
-    if constexpr (kBits == 3) return {_mm256_set1_ps(node[0]), _mm256_set1_ps(node[1])};
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i index = _mm256_srli_epi32(lane, kBits);
-    return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(node), index),
-            _mm256_permutevar8x32_ps(_mm256_loadu_ps(node + (8 >> kBits)), index)};
+    if constexpr (kBits >= 4) {
+      return set1(*node);
+    } else if constexpr (kBits == 3) {
+      return {_mm256_set1_ps(node[0]), _mm256_set1_ps(node[1])};
+    } else if constexpr (kBits == 2) {
+      const __m256 nodes = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(node));
+      return {_mm256_permutevar_ps(nodes, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
+              _mm256_permutevar_ps(nodes, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3))};
+    } else {
+      const __m256 nodes = _mm256_load_ps(node);
+      return {_mm256_permutevar8x32_ps(nodes, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+              _mm256_permutevar8x32_ps(nodes, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+    }
   }
 };
 

@@ -65,25 +65,31 @@ class Search {
                                    : kEven + kOdd <= 8 ? 2
                                                        : 1;
   static_assert(kEven == kOdd || kInterval % 2 == 0);
+  static_assert(kEven <= kOdd);
 
   static constexpr int bits(int step) { return step % 2 == 0 ? kEven : kOdd; }
 
-  // A vector of node costs may be read from any node on, hence one vector of padding. The second
-  // one keeps the rows of a block's tiles off the same cache sets.
-  static constexpr size_t kRowFloats =
-      (size_t{1} << (kStateBits - (kEven < kOdd ? kEven : kOdd))) + 2 * kVector;
+  // Tiles searched at once, which share every load of a codebook value. Rows of 32768 nodes fill
+  // the second-level cache with two tiles.
+  static constexpr int kBlock = kEven == 1 ? 2 : 4;
+  static_assert(kEncodeBlock % kBlock == 0);
+
+  // One vector of padding keeps the rows of a block's tiles off the same cache sets.
+  static constexpr size_t kRowFloats = (size_t{1} << (kStateBits - kEven)) + kVector;
   static constexpr size_t kRows = kSteps / kInterval + 3;  // kept ones and two that alternate
-  static constexpr size_t kScratchFloats = kRows * kRowFloats * kEncodeBlock;
+  static constexpr size_t kScratchFloats = kRows * kRowFloats * kBlock;
 
   static void run(const SearchTables& tables, const float* tiles, int count, uint16_t* states,
                   float* scratch) {
-    if (count == kEncodeBlock) {
-      Search<V, kEven, kOdd>(tables, tiles, scratch).template search<kEncodeBlock>(states);
-      return;
+    for (; count >= kBlock; count -= kBlock) {
+      Search(tables, tiles, scratch).template search<kBlock>(states);
+      tiles += kBlock * kSteps;
+      states += kBlock * kSteps;
     }
-    for (int t = 0; t < count; ++t) {
-      Search<V, kEven, kOdd>(tables, tiles + t * kSteps, scratch)
-          .template search<1>(states + t * kSteps);
+    for (; count > 0; --count) {
+      Search(tables, tiles, scratch).template search<1>(states);
+      tiles += kSteps;
+      states += kSteps;
     }
   }
 
@@ -96,70 +102,70 @@ class Search {
 
   // Two passes close the ring: a free one that starts half way round finds the node to cross the
   // seam at, and one from that node to that node is the result.
-  template <int kBlock>
+  template <int kTiles>
   void search(uint16_t* states) {
     constexpr int kNodes = 1 << (kStateBits - kEven);  // before step 0 and before step 128
-    uint16_t seam[kBlock];
+    uint16_t seam[kTiles];
 
-    for (int t = 0; t < kBlock; ++t) std::fill_n(row(0, t), kNodes, 0.0f);
-    forward<kBlock>(kHalf, kSteps);
-    for (int t = 0; t < kBlock; ++t) {
+    for (int t = 0; t < kTiles; ++t) std::fill_n(row(0, t), kNodes, 0.0f);
+    forward<kTiles>(kHalf, kSteps);
+    for (int t = 0; t < kTiles; ++t) {
       const float* last = row(kSteps, t);
       const int end = static_cast<int>(std::min_element(last, last + kNodes) - last);
       trace_back(kHalf, t, end, states + t * kSteps);
       seam[t] = static_cast<uint16_t>(states[t * kSteps] >> kEven);
     }
 
-    for (int t = 0; t < kBlock; ++t) {
+    for (int t = 0; t < kTiles; ++t) {
       std::fill_n(row(0, t), kNodes, kInfinity);
       row(0, t)[seam[t]] = 0.0f;
     }
-    forward<kBlock>(0, kSteps);
-    for (int t = 0; t < kBlock; ++t) trace_back(0, t, seam[t], states + t * kSteps);
+    forward<kTiles>(0, kSteps);
+    for (int t = 0; t < kTiles; ++t) trace_back(0, t, seam[t], states + t * kSteps);
   }
 
   // The row of node costs before the `taken`-th step of a pass.
   float* row(int taken, int tile) const {
     const int kept = taken % kInterval == 0 ? taken / kInterval + 2 : taken % 2;
-    return scratch_ + (static_cast<size_t>(kept) * kEncodeBlock + tile) * kRowFloats;
+    return scratch_ + (static_cast<size_t>(kept) * kBlock + tile) * kRowFloats;
   }
 
-  template <int kBlock>
+  template <int kTiles>
   void forward(int start, int steps) {
     for (int taken = 0; taken < steps; ++taken) {
       const int step = (start + taken) % kSteps;
       if (step % 2 == 0) {
-        advance<kBlock, kEven, kOdd>(tables_.by_next_parity[1], taken, step);
+        advance<kTiles, kEven, kOdd>(tables_.by_next_parity[1], taken, step);
       } else {
-        advance<kBlock, kOdd, kEven>(tables_.by_next_parity[0], taken, step);
+        advance<kTiles, kOdd, kEven>(tables_.by_next_parity[0], taken, step);
       }
     }
   }
 
-  template <int kBlock, int kIn, int kOut>
+  template <int kTiles, int kIn, int kOut>
   void advance(const float* table, int taken, int step) const {
     constexpr int kOutNodes = 1 << (kStateBits - kOut);
-    const float* in[kBlock];
-    float* out[kBlock];
-    typename V::F x[kBlock];
-    for (int t = 0; t < kBlock; ++t) {
+    const float* in[kTiles];
+    float* out[kTiles];
+    typename V::F x[kTiles];
+    for (int t = 0; t < kTiles; ++t) {
       in[t] = row(taken, t);
       out[t] = row(taken + 1, t);
       x[t] = V::set1(tiles_[t * kSteps + step]);
     }
     for (int e = 0; e < kOutNodes; e += kVector) {
-      typename V::F best[kBlock];
-      for (int t = 0; t < kBlock; ++t) best[t] = V::set1(kInfinity);
+      typename V::F best[kTiles];
+      for (int t = 0; t < kTiles; ++t) best[t] = V::set1(kInfinity);
 #pragma GCC unroll 8
       for (int h = 0; h < 1 << kOut; ++h) {
         const typename V::F value = V::load(table + h * kVector);
         const int node = (h << (kStateBits - kOut) | e) >> kIn;
-        for (int t = 0; t < kBlock; ++t) {
+        for (int t = 0; t < kTiles; ++t) {
           const typename V::F error = V::sub(value, x[t]);
           best[t] = V::min(best[t], V::fma(error, error, V::template spread<kIn>(in[t] + node)));
         }
       }
-      for (int t = 0; t < kBlock; ++t) V::store(out[t] + e, best[t]);
+      for (int t = 0; t < kTiles; ++t) V::store(out[t] + e, best[t]);
       table += kVector << kOut;
     }
   }
@@ -207,7 +213,8 @@ class Search {
         for (int h = 0; h < 1 << leaving; ++h) {
           const float error = values[h * kVector] - x;
           const float cost = V::fma1(error, error, in[h << free[j + 1] | f]);
-          if (cost < best) best = cost, best_h = h;
+          best_h = cost < best ? h : best_h;
+          best = cost < best ? cost : best;
         }
         out[f] = best;
         branch[j][f] = static_cast<uint8_t>(best_h);

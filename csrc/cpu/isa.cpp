@@ -37,17 +37,22 @@ Isa choose() {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
-    case Isa::kAvx512: return "avx512";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kNeon: return "neon";
-    case Isa::kPortable: break;
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kNeon:
+      return "neon";
+    case Isa::kPortable:
+      break;
   }
   return "portable";
 }
 
 bool isa_supported(Isa isa) {
   switch (isa) {
-    case Isa::kPortable: return true;
+    case Isa::kPortable:
+      return true;
 #if defined(__x86_64__)
     case Isa::kAvx2:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -58,9 +63,11 @@ bool isa_supported(Isa isa) {
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
              __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni");
 #elif defined(__aarch64__)
-    case Isa::kNeon: return true;
+    case Isa::kNeon:
+      return true;
 #endif
-    default: return false;
+    default:
+      return false;
   }
 }
 

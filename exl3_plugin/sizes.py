@@ -48,10 +48,12 @@ def true_sizes(name: str, config: Mapping[str, Any]) -> tuple[Sizes, Sizes]:
     if _FOREIGN.search(name):
         return (), ()
     text = text_config(config)
+    if any("draft" in key for key in text):  # a draft model reads more than one hidden state
+        return (), ()
     hidden = _sizes(text.get("hidden_size"))
     leaf = name.rsplit(".", 1)[-1]
     if leaf in ("lm_head", "embed_tokens"):
-        if any("draft" in key or "embed_proj" in key for key in text):
+        if any("embed_proj" in key for key in text):
             return (), ()
         return hidden, _sizes(text.get("vocab_size"))
     layer = _LAYER.search(name)

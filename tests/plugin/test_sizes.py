@@ -79,6 +79,7 @@ def test_irregular_attention_is_unknown(irregular):
 def test_widths_that_differ_between_layers_are_unknown():
     config = {**LLAMA, "intermediate_size": [1536, 768]}
     assert true_sizes("model.layers.0.mlp.up_proj", config) == ((576,), ())
+    assert true_sizes("lm_head", {**LLAMA, "draft_vocab_size": 32000}) == ((), ())
     config = {**LLAMA, "block_configs": [{}]}
     assert true_sizes("model.layers.0.mlp.up_proj", config) == ((), ())
 

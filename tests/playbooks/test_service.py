@@ -156,12 +156,6 @@ def test_too_little_memory_is_refused_while_the_old_one_serves(store, make_plan)
     assert not deploy(make_plan(fit=fit), store).changed
 
 
-def test_memory_of_the_server_to_be_replaced_counts_as_free(store, make_plan):
-    deploy(make_plan(), store)
-    fit = {"ok": False, "needed_gib": 0.101, "available_gib": 0.1, "lines": []}
-    assert deploy(make_plan("--answer", "Paris!", fit=fit), store).message == "replaced"
-
-
 def test_missing_model_folder_is_refused(store, make_plan):
     deploy(make_plan(), store)
     with pytest.raises(HostError, match="model folder /nowhere is not there"):

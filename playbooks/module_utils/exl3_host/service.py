@@ -276,19 +276,16 @@ def validate(plan: dict, spec: dict, paths: Paths, is_check: bool) -> None:
         )
     fit = plan.get("fit") or {"ok": True}
     if not fit["ok"]:
-        # A server that is about to be replaced gives its memory back first.
-        freed_gib = procs.resident_bytes(mine) / GIB
-        if fit["available_gib"] + freed_gib < fit["needed_gib"]:
-            raise HostError(
-                "\n".join(
-                    [
-                        f"not enough memory: {fit['needed_gib']:.1f} GiB needed, "
-                        f"{fit['available_gib'] + freed_gib:.1f} GiB available.",
-                        *fit.get("lines", []),
-                    ]
-                ),
-                "Free memory, or lower max_model_len or the KV cache in the recipe.",
-            )
+        # The plan was made with the memory of the server that is to be replaced counted as free.
+        have = fit.get("available_gib")
+        figures = f"{fit['needed_gib']:.1f} GiB needed"
+        figures += "" if have is None else f", {have:.1f} GiB available"
+        reasons = [f"because {one}" for one in fit.get("reasons", [])]
+        ways = "; or ".join(fit.get("would_fit", []))
+        raise HostError(
+            "\n".join([f"not enough memory: {figures}.", *fit.get("lines", []), *reasons]),
+            f"Free memory, or: {ways}." if ways else "Free memory or choose a smaller model.",
+        )
     if is_check:
         return
     program = spec["argv"][0]

@@ -1,0 +1,90 @@
+#!/usr/bin/python
+"""Ansible module: the plan of one instance, kept in the store."""
+
+from __future__ import annotations
+
+DOCUMENTATION = """
+module: exl3_plan
+short_description: Recipe and host become one reviewable plan, kept as plans/NAME.json in the store
+options:
+  instance: {type: dict, required: true, description: One entry of exl3_instances.}
+  bind_address: {type: str, required: true, description: Address for instances that name none.}
+  checkout: {type: path, required: true, description: A checkout of this repository on the host.}
+  store: {type: path, required: true, description: The store.}
+  venv: {type: path, required: true, description: The venv.}
+"""
+
+EXAMPLES = """
+- exl3_plan:
+    instance: {name: chat, recipe: smollm2-135m-exl3-6bpw, port: 8000}
+    bind_address: 127.0.0.1
+    checkout: /opt/exl3-fleet
+    store: /var/lib/exl3
+    venv: /opt/exl3-fleet/.venv
+"""
+
+RETURN = """
+plan: {type: dict, returned: always, description: The plan; empty in check mode before there is a venv.}
+instance: {type: str, returned: always, description: Name of the instance.}
+"""
+
+import json
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.exl3_host import preflight, service
+from ansible.module_utils.exl3_host.errors import HostError
+
+
+def shown(plan: dict | None) -> str:
+    """A plan as text for a diff, without the figures of the moment."""
+    lasting = preflight.lasting(plan)
+    return json.dumps(lasting, indent=1, sort_keys=True) + "\n" if lasting else ""
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "instance": {"type": "dict", "required": True},
+            "bind_address": {"type": "str", "required": True},
+            "checkout": {"type": "path", "required": True},
+            "store": {"type": "path", "required": True},
+            "venv": {"type": "path", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    given = module.params
+    store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
+    instance, name = given["instance"], given["instance"]["name"]
+    command = preflight.planner(venv)
+    if command is None:
+        if module.check_mode:
+            module.exit_json(
+                changed=True, plan={}, instance=name, msg="planned once the venv is there"
+            )
+        module.fail_json(msg=f"{venv} cannot plan: deploy the venv first (--tags venv).")
+    arguments = preflight.plan_arguments(instance, given["bind_address"], store, venv)
+    try:
+        plan = preflight.run_planner(command, checkout, arguments)
+    except HostError as error:
+        module.fail_json(msg=str(error))
+    path = store / "plans" / f"{name}.json"
+    before = service.read_json(path)
+    changed = preflight.lasting(before) != preflight.lasting(plan)
+    if changed and not module.check_mode:
+        service.write_json(path, plan)
+    module.exit_json(
+        changed=changed,
+        plan=plan,
+        instance=name,
+        diff={
+            "before": shown(before),
+            "after": shown(plan),
+            "before_header": str(path),
+            "after_header": str(path),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

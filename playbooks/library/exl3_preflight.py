@@ -1,0 +1,71 @@
+#!/usr/bin/python
+"""Ansible module: what can be refused before anything is changed."""
+
+from __future__ import annotations
+
+DOCUMENTATION = """
+module: exl3_preflight
+short_description: Refuse bad recipes, taken ports and small disks before anything is changed
+description:
+  - Changes nothing. Recipes are checked here when a Python with the planner's packages is there already, otherwise
+    by M(exl3_plan) after the venv was made.
+options:
+  instances: {type: list, elements: dict, required: true, description: The servers of this host.}
+  bind_address: {type: str, required: true, description: Address for instances that name none.}
+  checkout: {type: path, required: true, description: A checkout of this repository on the host.}
+  store: {type: path, required: true, description: The store.}
+  venv: {type: path, required: true, description: The venv.}
+"""
+
+EXAMPLES = """
+- exl3_preflight:
+    instances: [{name: chat, recipe: smollm2-135m-exl3-6bpw, port: 8000}]
+    bind_address: 127.0.0.1
+    checkout: /opt/exl3-fleet
+    store: /var/lib/exl3
+    venv: /opt/exl3-fleet/.venv
+"""
+
+RETURN = """
+planned: {type: bool, returned: always, description: Whether recipes could be checked already.}
+"""
+
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.exl3_host import preflight
+from ansible.module_utils.exl3_host.errors import HostError
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "instances": {"type": "list", "elements": "dict", "required": True},
+            "bind_address": {"type": "str", "required": True},
+            "checkout": {"type": "path", "required": True},
+            "store": {"type": "path", "required": True},
+            "venv": {"type": "path", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    given = module.params
+    store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
+    try:
+        preflight.check_instances(given["instances"])
+        for instance in given["instances"]:
+            preflight.check_port(instance, given["bind_address"], store)
+        preflight.check_disk(venv)
+        command = preflight.planner(venv)
+        for instance in given["instances"] if command else []:
+            preflight.run_planner(
+                command,
+                checkout,
+                preflight.plan_arguments(instance, given["bind_address"], store, venv),
+            )
+    except HostError as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(changed=False, planned=command is not None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What can be refused before anything is changed: names and ports that clash, ports of others, a disk that is too small."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from . import procs, service
+from .errors import HostError
+
+GIB = 1 << 30
+VENV_GIB = 5.0
+OPTIONS = ("profile", "port", "host", "api_key_file", "max_model_len", "kv_cache_gib", "pinning")
+
+
+def check_instances(instances: list[dict]) -> None:
+    """Refuse an inventory whose instances cannot run side by side. Raises HostError."""
+    for key in ("name", "port"):
+        seen: set = set()
+        for one in instances:
+            if one[key] in seen:
+                raise HostError(
+                    f"two instances have the {key} {one[key]}.",
+                    f"Give each instance of exl3_instances its own {key}.",
+                )
+            seen.add(one[key])
+
+
+def check_port(instance: dict, bind_address: str, store: Path) -> None:
+    """Refuse a port that a process which is not this instance listens on. Raises HostError."""
+    paths = service.Paths(store, instance["name"])
+    mine = service.own_pids(paths)
+    for listener in procs.conflicting(instance.get("host") or bind_address, instance["port"]):
+        if listener.pid is None and mine:
+            continue
+        if listener.pid not in mine:
+            raise HostError(
+                f"port {instance['port']} is in use: {listener}.",
+                f"Stop that program or give instance {instance['name']!r} another port.",
+                owner=listener.pid,
+            )
+
+
+def check_disk(venv: Path) -> None:
+    """Refuse to begin a venv where there is no room for it. Raises HostError."""
+    if (venv / ".exl3-stamp.json").exists():
+        return
+    there = venv
+    while not there.exists():
+        there = there.parent
+    free_gib = shutil.disk_usage(there).free / GIB
+    if free_gib < VENV_GIB:
+        raise HostError(
+            f"{there} has {free_gib:.1f} GiB free, and the venv needs {VENV_GIB:.0f} GiB.",
+            "Free space or set exl3_venv_dir to another disk.",
+        )
+
+
+def planner(venv: Path) -> list[str] | None:
+    """The command that plans on this host: the venv's Python, else our own; None where neither can.
+
+    The planner needs pydantic and a few more packages, which a bare host has only after the venv is made.
+    """
+    import sys
+
+    for python in (str(venv / "bin" / "python"), sys.executable):
+        probe = [python, "-c", "import pydantic, ruamel.yaml, rich, typer"]
+        try:
+            if subprocess.run(probe, capture_output=True).returncode == 0:
+                return [python, "-m", "exl3_host.cli"]
+        except OSError:
+            continue
+    return None
+
+
+def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dict:
+    """Output of `exl3ctl ... --json`, run from the checkout so that plans follow its recipes.
+
+    A plan that does not fit is returned too (`fit.ok` is false); any other refusal raises HostError.
+    """
+    env = {**os.environ, "PYTHONPATH": str(checkout / "playbooks" / "module_utils")}
+    done = subprocess.run(
+        [*command, *arguments, "--json"],
+        cwd=checkout,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        said = (done.stderr or done.stdout).strip().splitlines()[-8:]
+        raise HostError(f"exl3ctl {arguments[0]} failed:\n" + "\n".join(said)) from None
+    if "error" in answer:
+        lines = [
+            f"{one['file']}:{one['line']}:{one['column']}  {one['path']}  {one['message']} {one['fix']}"
+            for one in answer.get("problems", [])
+        ]
+        raise HostError("\n".join([answer["error"], *lines]), answer.get("fix", ""))
+    return answer
+
+
+def plan_arguments(instance: dict, bind_address: str, store: Path, venv: Path) -> list[str]:
+    """The `exl3ctl plan` arguments of one instance of the inventory."""
+    freed_gib = procs.resident_bytes(service.own_pids(service.Paths(store, instance["name"]))) / GIB
+    stamp = service.read_json(venv / ".exl3-stamp.json") or {}
+    arguments = ["plan", instance["recipe"], "--name", instance["name"]]
+    arguments += ["--store", str(store), "--venv", str(venv), "--freed-gib", f"{freed_gib:.3f}"]
+    if stamp.get("id"):
+        arguments += ["--release", stamp["id"][:12]]
+    values = {"host": bind_address, **{k: v for k, v in instance.items() if v is not None}}
+    for option in OPTIONS:
+        if option in values:
+            arguments += [f"--{option.replace('_', '-')}", str(values[option])]
+    return arguments
+
+
+def lasting(plan: dict | None) -> dict:
+    """A plan without the figures of the moment, for comparing two of them."""
+    if plan is None:
+        return {}
+    model = {key: value for key, value in plan["model"].items() if key != "prepare"}
+    moment = ("fit", "warnings", "model")
+    return {**{key: value for key, value in plan.items() if key not in moment}, "model": model}

@@ -16,10 +16,11 @@ __global__ void decode_lanes(const uint32_t* trellis, float* out) {
 
 #define DECODE(codebook, half_bits) \
   template __global__ void decode_lanes<exl3::codebook, half_bits>(const uint32_t*, float*);
-#define DECODE_WHOLE(codebook)                                                     \
-  DECODE(codebook, 2)                                                              \
-  DECODE(codebook, 4) DECODE(codebook, 6) DECODE(codebook, 8) DECODE(codebook, 10) \
-      DECODE(codebook, 12) DECODE(codebook, 14) DECODE(codebook, 16)
+#define DECODE_WHOLE(codebook)                                                      \
+  DECODE(codebook, 2)                                                               \
+  DECODE(codebook, 4)                                                               \
+  DECODE(codebook, 6) DECODE(codebook, 8) DECODE(codebook, 10) DECODE(codebook, 12) \
+      DECODE(codebook, 14) DECODE(codebook, 16)
 
 DECODE_WHOLE(Codebook3inst)
 DECODE_WHOLE(CodebookMcg)

@@ -78,7 +78,9 @@ def main() -> None:
             remove(module, store, given["instance"])
         if not plan:
             said = [f"{given['instance']}: would be started once the venv is there"]
-            module.exit_json(changed=True, summary=said, attempts=[])
+            module.exit_json(
+                changed=True, summary=said, attempts=[], instance=given["instance"]
+            )
         outcome = service.ensure(plan, store, given["manager"], module.check_mode)
     except HostError as error:
         details = {name: error.details[name] for name in ("log", "attempts") if name in error.details}
@@ -86,6 +88,7 @@ def main() -> None:
         module.fail_json(msg=f"{error}\n\n{tail}" if tail else str(error), **details)
     module.exit_json(
         changed=outcome.changed,
+        instance=plan["instance"],
         summary=summary(outcome, plan),
         attempts=outcome.attempts,
         diff={

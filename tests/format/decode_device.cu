@@ -14,17 +14,13 @@ __global__ void decode_lanes(const uint32_t* trellis, float* out) {
   }
 }
 
-#define DECODE(codebook, half_bits) \
-  template __global__ void decode_lanes<exl3::codebook, half_bits>(const uint32_t*, float*);
-#define DECODE_WHOLE(codebook)                                                      \
-  DECODE(codebook, 2)                                                               \
-  DECODE(codebook, 4)                                                               \
-  DECODE(codebook, 6) DECODE(codebook, 8) DECODE(codebook, 10) DECODE(codebook, 12) \
-      DECODE(codebook, 14) DECODE(codebook, 16)
+template <class Codebook, int... kHalfBits>
+void launch_each(const uint32_t* trellis, float* out) {
+  (decode_lanes<Codebook, kHalfBits><<<1, exl3::kLanes>>>(trellis, out), ...);
+}
 
-DECODE_WHOLE(Codebook3inst)
-DECODE_WHOLE(CodebookMcg)
-DECODE_WHOLE(CodebookMul1)
-DECODE(CodebookMul1, 3)
-DECODE(CodebookMul1, 5)
-DECODE(CodebookMul1, 7)
+void launch_every_codebook_and_rate(const uint32_t* trellis, float* out) {
+  launch_each<exl3::Codebook3inst, 2, 4, 6, 8, 10, 12, 14, 16>(trellis, out);
+  launch_each<exl3::CodebookMcg, 2, 4, 6, 8, 10, 12, 14, 16>(trellis, out);
+  launch_each<exl3::CodebookMul1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16>(trellis, out);
+}

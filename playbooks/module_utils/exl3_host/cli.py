@@ -24,6 +24,7 @@ from . import plan as planner
 from .errors import HostError, Problem, RecipeError, count
 from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
 from .redact import redact, redact_text
+from .schema import json_schema
 
 EXIT_GOOD, EXIT_REFUSED = 0, 1
 
@@ -130,6 +131,12 @@ def recipe_show(recipe: RecipeArgument, as_json: JsonFlag = False) -> None:
         return EXIT_GOOD, {"path": str(loaded.path), "sha256": loaded.sha256, **body}, show
 
     _run(as_json, work)
+
+
+@recipe_app.command("schema")
+def recipe_schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    print(json.dumps(json_schema(), indent=2))
 
 
 @app.command("facts")

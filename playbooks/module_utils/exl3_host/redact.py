@@ -15,8 +15,8 @@ _TOKENS = re.compile(
 )
 # `--api-key VALUE`, `HF_TOKEN=VALUE`, `"api_key": "VALUE"`, `password: VALUE`.
 _NAMED = re.compile(
-    r"(?i)((?:[A-Z0-9_-]*(?:token|secret|passw(?:or)?d|api[_-]?key|credential)s?)"
-    r"[\"']?(?:\s*[=:]\s*|\s+))([\"']?)(?![\s\"'])([^\s\"',;}\]]+)"
+    r"(?i)((?:[A-Z0-9_-]*(?:token|secrets?|passw(?:or)?d|api[_-]?key|credentials?))"
+    r"[\"']?(?:\s*[=:]\s*|\s+))([\"']?)(?![\s\"'{\[])([^\s\"',;}\]]+)"
 )
 _BEARER = re.compile(
     r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?)?(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"

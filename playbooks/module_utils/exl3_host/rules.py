@@ -45,6 +45,9 @@ DENIED_ARGS = {
     "uds": "The instance decides where it listens",
 }
 
+# Families of settings that belong to the plan as a whole.
+DENIED_BEGINNINGS = ("data-parallel-", "decode-context-parallel", "prefill-context-parallel")
+
 DENIED_ENV = {
     "CPU_VISIBLE_MEMORY_NODES": "It is decided from profiles.<id>.pinning",
     "CUDA_VISIBLE_DEVICES": "GPUs are chosen by the plan",
@@ -75,6 +78,8 @@ def arg_name(name: str) -> str:
         for denied, instead in DENIED_ARGS.items():
             if denied == bare or (len(bare) > 2 and denied.startswith(bare)):
                 raise refuse(f"'{name}' may not be set here.", f"{instead}.")
+    if bare.startswith(DENIED_BEGINNINGS):
+        raise refuse(f"'{name}' may not be set here.", "It is decided by the plan.")
     if not re.fullmatch(ARG_NAME, name):
         raise refuse(f"'{name}' is no vLLM argument name.", f"Write '{plain}'.")
     return name

@@ -151,6 +151,9 @@ def _value(node: Node, path: Path, document: Document, open_nodes: frozenset[int
             continue
         document.key_places[(*path, key)] = key_place
         out[key] = _value(value_node, (*path, key), document, inside)
+        if document.raw.get((*path, key)) == "":
+            # The mark of a value that is not there is the next thing in the file.
+            document.places[(*path, key)] = key_place
     return out
 
 

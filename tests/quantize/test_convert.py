@@ -1,0 +1,252 @@
+"""Whole conversions of a tiny model, as a user runs them: from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dense_eval
+import pytest
+import small_models
+import torch
+from safetensors.torch import load_file, save_file
+
+from exl3_plugin.checkpoint import read_checkpoint
+from exl3_plugin.quantize import store
+
+BITS = 3.3
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "exl3_plugin.quantize", *map(str, arguments)]
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    """Run the quantiser; returns what it printed, both streams."""
+    import exl3_plugin
+
+    root = str(Path(exl3_plugin.__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    # Rich wraps at 80 columns where there is no terminal; the words matter.
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    small_models.llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(source, tmp_path_factory) -> Path:
+    """The model at 3.3 bits, self-calibrated, converted without interruption."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    text = run(source, out, "--bits", BITS, "--self-calibration", 4, *COLUMNS, "--json")
+    result = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    print(f"{result['tiles_per_second_per_core']:.0f} tiles per second per core")
+    assert result["modules"] == 15
+    assert result["modules_resumed"] == 0
+    return out
+
+
+COLUMNS = ("--calibration-columns", 64)
+
+
+def test_the_checkpoint_reads_as_asked(converted, source):
+    checkpoint = read_checkpoint(converted)
+    linears = {name: m for name, m in checkpoint.modules.items() if m.kind == "exl3"}
+    assert len(linears) == 15
+    assert {module.codebook for module in linears.values()} == {"mul1"}
+    assert linears["lm_head"].bits == 6
+    decoder = [module for name, module in linears.items() if name != "lm_head"]
+    assert {module.bits for module in decoder} == {3.0, 3.5}
+    weights = sum(module.k * module.n for module in decoder)
+    mean = sum(module.bits * module.k * module.n for module in decoder) / weights
+    assert BITS - 0.06 < mean <= BITS
+    key = linears["model.layers.0.self_attn.k_proj"]
+    assert (key.k, key.n) == (256, 128)
+    query = linears["model.layers.0.self_attn.q_proj"]
+    assert query.bits == key.bits
+    assert not (converted / ".partial").exists()
+    original = load_file(source / "model.safetensors")
+    written = load_file(converted / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert written[name].dtype == torch.bfloat16
+        assert torch.equal(written[name], original[name])
+    assert written["lm_head.mul1"].shape == ()
+    assert int(written["lm_head.mul1"]) == -2082680531
+
+
+def test_the_json_files_say_what_the_tensors_say(converted, source):
+    config = json.loads((converted / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == "exl3"
+    assert (quantization["bits"], quantization["head_bits"]) == (BITS, 6)
+    assert quantization["calibration"] == {"rows": 4, "cols": 64}
+    detailed = json.loads((converted / "quantization_config.json").read_text())
+    storage = detailed.pop("tensor_storage")
+    assert detailed == quantization
+    tensors = load_file(converted / "model.safetensors")
+    listed = {}
+    for module, entry in storage.items():
+        listed |= entry["stored_tensors"]
+        if entry.get("quant_format") == "exl3":
+            words = tensors[f"{module}.trellis"].shape[-1]
+            assert entry["bits_per_weight"] == words / 16
+            assert entry["mul1_multiplier"] == 0x83DCD12D
+    assert {name: entry["shape"] for name, entry in listed.items()} == {
+        name: list(tensor.shape) for name, tensor in tensors.items()
+    }
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (converted / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_the_model_still_computes_nearly_the_same(converted, source):
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokens = torch.randint(256, (1, 128), generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        expected = original(tokens).logits
+        found = dense_eval.dense_model(converted)(tokens).logits
+    relative = float((found - expected).norm() / expected.norm())
+    print(f"relative error of the logits: {relative:.3f}")
+    assert relative < 0.25
+    weights = original.state_dict()
+    for name, weight in dense_eval.dense_state(converted).items():
+        if "proj" in name:
+            true = weights[name].float()
+            error = weight[: true.shape[0], : true.shape[1]] - true
+            # A Gaussian source has 0.0174 at 3 bits; feedback trades some of it away.
+            assert float(error.square().sum() / true.square().sum()) < 0.035, name
+
+
+def test_padding_is_exactly_zero(converted):
+    state = dense_eval.dense_state(converted)
+    assert not state["model.layers.1.self_attn.k_proj.weight"][64:].any()
+    assert not state["model.layers.1.mlp.down_proj.weight"][192:].any()
+
+
+def test_a_killed_conversion_continues_to_the_same_bytes(converted, source, tmp_path):
+    out = tmp_path / "out"
+    arguments = (source, out, "--bits", BITS, "--self-calibration", 4, *COLUMNS)
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    modules = out / store.PARTIAL / "modules"
+    try:
+        # Four finished modules: in the middle of the first layer.
+        deadline = time.monotonic() + 300
+        while len(list(modules.glob("*.safetensors"))) < 4 and process.poll() is None:
+            assert time.monotonic() < deadline, "no progress in five minutes"
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "the conversion ended before it could be killed"
+    assert not (out / "config.json").exists()
+    # What a kill in the middle of a write leaves behind.
+    (modules / "model.layers.1.mlp.up_proj.safetensors.new").write_bytes(b"half a file")
+
+    refused = run(source, out, "--bits", 4, "--self-calibration", 4, *COLUMNS, code=1)
+    assert "bits was 3.3, now 4.0" in refused
+    assert "--restart" in refused
+    continued = run(*arguments)
+    assert "of 15 modules are done already" in continued
+    assert files_of(out) == files_of(converted)
+
+
+def test_text_calibration_shards_and_an_existing_output(source, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(small_models.TEXT)
+    out = tmp_path / "out"
+    options = ("--bits", 8, "--head-bits", 8, "--codebook", "mcg")
+    calibration = ("--calibration", text, "--calibration-rows", 3, *COLUMNS)
+    run(source, out, *options, *calibration, "--shard-gib", 0.001)
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) > 1
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    located = {name: file.name for file in shards for name in load_file(file)}
+    assert index["weight_map"] == located
+    assert {m.codebook for m in read_checkpoint(out).modules.values() if m.kind == "exl3"} == {
+        "mcg"
+    }
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["calibration"] == {"rows": 3, "cols": 64}
+
+    before = files_of(out)
+    assert "already holds a model" in run(source, out, "--bits", 8, code=1)
+    assert files_of(out) == before
+    # One file replaces the old shards.
+    run(source, out, "--bits", 8, "--head-bits", 8, "--overwrite")
+    assert [file.name for file in out.glob("model*")] == ["model.safetensors"]
+    assert "mul1" in json.loads((out / "config.json").read_text())["quantization_config"].values()
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is_written(source, tmp_path):
+    out = tmp_path / "out"
+    assert "does not exist" in run(tmp_path / "nowhere", out, "--bits", 4, code=1)
+    assert "same folder" in run(source, source, "--bits", 4, code=1)
+    assert "--head-bits 2.5 does not exist with codebook mcg" in run(
+        source, out, "--bits", 4, "--head-bits", 2.5, "--codebook", "mcg", code=1
+    )
+    assert "already quantised (exl3)" in run(_quantised(tmp_path), out, "--bits", 4, code=1)
+    assert not out.exists()
+    run(source, out, code=2)
+    run(source, out, "--bits", 9, code=2)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    assert "not empty" in run(source, foreign, "--bits", 4, code=1)
+    assert [file.name for file in foreign.iterdir()] == ["notes.txt"]
+
+
+def _quantised(tmp_path: Path) -> Path:
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "exl3"}}')
+    return folder
+
+
+def test_damaged_weights_are_named(source, tmp_path):
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (damaged / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, damaged / "model.safetensors")
+    said = run(damaged, tmp_path / "out", "--bits", 4, code=1)
+    assert "model.layers.0.mlp.down_proj.weight holds 1 values that are NaN" in said
+    assert not (tmp_path / "out" / "config.json").exists()
+
+    content = (source / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(content[: len(content) // 2])
+    said = run(damaged, tmp_path / "out2", "--bits", 4, code=1)
+    assert "model.safetensors cannot be read (truncated?)" in said
+
+
+def test_short_calibration_text_is_refused(source, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("too short")
+    said = run(source, tmp_path / "out", "--bits", 4, "--calibration", text, code=1)
+    assert "has 9 tokens, fewer than one row of 1024" in said

@@ -70,18 +70,49 @@ def test_an_odd_core_goes_to_the_first_rank(tmp_path: Path) -> None:
     assert pinning.decide(read(tmp_path, host), tp=2).omp_bind == "0-2|3-4"
 
 
-def test_one_rank_takes_the_node_with_more_free_memory(tmp_path: Path) -> None:
+def test_one_rank_takes_the_node_that_does_not_serve_interrupts(tmp_path: Path) -> None:
     pin = pinning.decide(read(tmp_path, two_small_nodes()), tp=1, rank_gib=4)
     assert pin.mode == "container"
     assert pin.numactl == (NUMACTL, "--physcpubind=4-7", "--membind=1")
     assert (pin.cpus, pin.mems, pin.omp_bind) == ("4-7", "1", "4-7")
 
 
+def test_more_cores_win_then_more_memory(tmp_path: Path) -> None:
+    host = two_small_nodes()
+    host.nodes[0].cpus, host.nodes[1].cpus = "0-4", "5-7"
+    assert pinning.decide(read(tmp_path / "cores", host), tp=1).nodes == (0,)
+    host = two_small_nodes()
+    host.nodes[0].total_kb += 1
+    assert pinning.decide(read(tmp_path / "memory", host), tp=1).nodes == (0,)
+
+
+def test_a_running_server_does_not_move_its_own_next_plan(tmp_path: Path) -> None:
+    before = pinning.decide(read(tmp_path / "before", two_small_nodes()), tp=1, rank_gib=4)
+    host = two_small_nodes()
+    host.nodes[1].free_kb = 1000
+    assert pinning.decide(read(tmp_path / "after", host), tp=1, rank_gib=4) == before
+
+
 def test_a_node_that_may_run_full_is_only_preferred(tmp_path: Path) -> None:
-    pin = pinning.decide(read(tmp_path, two_small_nodes()), tp=1, rank_gib=15)
+    # 80 % of 16 GiB are 12.8.
+    assert (
+        "--membind=1"
+        in pinning.decide(read(tmp_path / "a", two_small_nodes()), tp=1, rank_gib=12.7).numactl
+    )
+    pin = pinning.decide(read(tmp_path / "b", two_small_nodes()), tp=1, rank_gib=12.9)
     assert pin.numactl == (NUMACTL, "--physcpubind=4-7", "--preferred=1")
     assert pin.mems == "0-1", "with a preference the other node may be used too"
-    assert "may run full" in pin.reason
+    assert "needs more than 80% of node 1" in pin.reason
+
+
+def test_two_ranks_on_two_of_three_nodes(tmp_path: Path) -> None:
+    host = two_small_nodes()
+    host.nodes[2] = NodeFiles("8-11", 16 * GIB // 1024, 8 * GIB // 1024)
+    host.online, host.online_text, host.cpus_allowed = list(range(12)), "0-11", "0-11"
+    host.has_cpu = host.has_memory = host.mems_allowed = "0-2"
+    pin = pinning.decide(read(tmp_path, host), tp=2, rank_gib=13)
+    assert pin.numactl == (NUMACTL, "--physcpubind=4-11", "--interleave=1-2")
+    assert pin.omp_bind == "4-7|8-11"
 
 
 def test_one_rank_per_node_needs_no_numactl(tmp_path: Path) -> None:

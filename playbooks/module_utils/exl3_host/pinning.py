@@ -18,14 +18,18 @@ from .errors import HostError
 
 GIB = 2**30
 
+# A node filled further than this by one server leaves no room for the host and the file cache.
+NODE_SHARE = 0.8
+
 
 @dataclass(frozen=True)
 class Pin:
     """Where a server runs.
 
-    cpus and mems are kernel lists: what every process of the server may use (the proof reads
-    Cpus_allowed_list and Mems_allowed_list when mode is `container`). threads holds one list per
-    rank: where its compute threads sit. numactl is the argv prefix, empty when it is not used.
+    cpus and mems are kernel lists: what every process of the server may use. Under numactl the
+    proof is Cpus_allowed_list for cpus; memory is a policy there, which numa_maps shows and
+    Mems_allowed_list does not. threads holds one list per rank: where its compute threads sit.
+    numactl is the argv prefix, empty when it is not used.
     """
 
     mode: str
@@ -97,17 +101,21 @@ def decide(
         node_cpus,
         node_list if policy.startswith("--membind") else mems,
         numactl=(str(tool), f"--physcpubind={node_cpus}", policy),
-        reason=f"node {node_list} of {len(nodes)}: most cores, then most free memory; {why_policy}",
+        reason=f"node {node_list} of {len(nodes)}: most cores, then most memory; {why_policy}",
         **common,
     )
 
 
 def _choose_nodes(nodes: dict[int, list[int]], facts: dict, tp: int) -> list[int]:
-    """The nodes to use: as many as there are ranks, largest first; ascending in the result."""
-    free = {n["id"]: n["available_bytes"] for n in facts["numa"]["nodes"]}
+    """The nodes to use, ascending: as many as there are ranks, those with the most cores first.
+
+    Then the most memory, then the highest number, since node 0 usually serves the host's
+    interrupts. Free memory plays no part: a running server would push its own next plan elsewhere.
+    """
+    total = {n["id"]: n["total_bytes"] for n in facts["numa"]["nodes"]}
     ranked = sorted(
         nodes,
-        key=lambda n: (-len(cpu_lists.cores(facts, nodes[n])), -free.get(n, 0), n),
+        key=lambda n: (-len(cpu_lists.cores(facts, nodes[n])), -total.get(n, 0), -n),
     )
     return sorted(ranked[: min(tp, len(ranked))])
 
@@ -176,10 +184,12 @@ def _memory_policy(
 
     A hard bind on a node that runs full ends in the OOM killer although another node has room.
     """
-    free = {n["id"]: n["available_bytes"] / GIB for n in facts["numa"]["nodes"]}
-    tight = [n for n in chosen if rank_gib * rank_nodes.count(n) > free.get(n, 0)]
+    total = {n["id"]: n["total_bytes"] / GIB for n in facts["numa"]["nodes"]}
+    limit = {n: NODE_SHARE * total.get(n, 0) for n in chosen}
+    tight = [n for n in chosen if rank_gib * rank_nodes.count(n) > limit[n]]
     if not tight:
         return f"--membind={node_list}", "memory is bound there"
+    why = f"the server needs more than {NODE_SHARE:.0%} of node {tight[0]}, so memory is"
     if len(chosen) == 1:
-        return f"--preferred={node_list}", f"node {node_list} may run full, so it is only preferred"
-    return f"--interleave={node_list}", f"node {tight[0]} may run full, so memory is interleaved"
+        return f"--preferred={node_list}", f"{why} only preferred there"
+    return f"--interleave={node_list}", f"{why} interleaved"

@@ -71,9 +71,18 @@ def parse_recipe(text: str, file: str, expected_name: str | None = None) -> Reci
     try:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
-        for item in error.errors(include_url=False):
-            path = _document_path(item["loc"], document.data)
-            if path not in document.traps:
+        found = [
+            (_document_path(item["loc"], document.data), item)
+            for item in error.errors(include_url=False)
+        ]
+        # A misspelt key is one mistake, not also a missing one.
+        meant = {
+            (*path[:-1], _closest_key(path, document.data))
+            for path, item in found
+            if item["type"] == "extra_forbidden"
+        }
+        for path, item in found:
+            if path not in document.traps and not (item["type"] == "missing" and path in meant):
                 problems.append(_problem(document, path, item))
     name = document.data.get("name")
     if expected_name is not None and isinstance(name, str) and name != expected_name:
@@ -248,10 +257,15 @@ def _problem(document: Document, path: Path, item: Any) -> Problem:
 
 
 def _unknown_key(path: Path, data: Any) -> tuple[str, str]:
-    key, known = str(path[-1]), _known_keys(path[:-1], data)
-    close = nearest(key, known) or _by_part(key, known)
+    key, known, close = path[-1], _known_keys(path[:-1], data), _closest_key(path, data)
     fix = f"Did you mean '{close}'?" if close else f"Known keys: {', '.join(known)}."
     return f"unknown key '{key}'.", fix
+
+
+def _closest_key(path: Path, data: Any) -> str | None:
+    """The known key that an unknown one was most likely meant to be."""
+    key, known = str(path[-1]), _known_keys(path[:-1], data)
+    return nearest(key, known) or _by_part(key, known)
 
 
 def _by_part(key: str, known: list[str]) -> str | None:

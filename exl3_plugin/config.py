@@ -172,8 +172,8 @@ class Exl3Config(QuantizationConfig):
             )
         from vllm.distributed import get_tensor_model_parallel_world_size
 
-        from exl3_plugin.head import install_head
         from exl3_plugin.audit import install_audit
+        from exl3_plugin.head import install_head
 
         check_tensor_parallel(self.checkpoint, get_tensor_model_parallel_world_size())
         install_head()

@@ -84,9 +84,7 @@ class Exl3LinearMethod(LinearMethodBase):
             )
         decoded = torch.ops.exl3.linear(
             x, layer.trellis, layer.suh, layer.svh, None, held.shards, held.k_begin
-        )
-        plain = F.linear(x, layer.plain_weight)
-        sources = {True: iter(decoded.split(held.decoded_sizes, dim=-1)),
-                   False: iter(plain.split(held.plain_sizes, dim=-1))}  # fmt: skip
-        out = torch.cat([next(sources[quantised]) for quantised in held.order], dim=-1)
+        ).split(held.decoded_sizes, dim=-1)
+        plain = F.linear(x, layer.plain_weight).split(held.plain_sizes, dim=-1)
+        out = torch.cat([decoded[i] if exl3 else plain[i] for exl3, i in held.order], dim=-1)
         return out if bias is None else out + bias

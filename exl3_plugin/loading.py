@@ -36,8 +36,9 @@ class LoadError(ValueError):
 class Held:
     """What one layer holds, kept on the layer as `layer.exl3`.
 
-    `shards` and `k_begin` are the op's arguments. `order`, `decoded_sizes` and `plain_sizes` say
-    how to interleave outputs where some members are plain; `order` is empty where none is.
+    `shards` and `k_begin` are the op's arguments. Where some members are plain, the outputs are
+    split into `decoded_sizes` and `plain_sizes`, and `order` says (is EXL3, which piece) for each
+    piece of the result; it is empty where no member is plain.
     `missing` are the stored tensors that have not been loaded yet.
     """
 
@@ -45,7 +46,7 @@ class Held:
     modules: tuple[Module, ...]
     shards: list[int]
     k_begin: int
-    order: list[bool] = field(default_factory=list)
+    order: list[tuple[bool, int]] = field(default_factory=list)
     decoded_sizes: list[int] = field(default_factory=list)
     plain_sizes: list[int] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
@@ -85,7 +86,8 @@ def create_parameters(
         shards += [codebook, source.words, columns.loaded, columns.begin, columns.size]
     held = Held(layout, tuple(modules), shards, rows.begin)
     if plain:
-        held.order = [layout.members[s.member].kind == "exl3" for s in layout.segments]
+        kinds = [layout.members[s.member].kind == "exl3" for s in layout.segments]
+        held.order = [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
         held.decoded_sizes = [s.columns.size for s in quantised]
         held.plain_sizes = [s.columns.size for s in plain]
     layer.exl3 = held
@@ -192,7 +194,7 @@ def _int16(words: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(vector: torch.Tensor) -> torch.Tensor:
-    """`suh`/`svh` as stored; legacy packed signs as float16 +-1 (bit i of word q: element 16q+i)."""
+    """`suh`/`svh` as stored; legacy packed signs as float16 +-1, bit i of word q for 16q + i."""
     if vector.is_floating_point():
         return vector
     bits = _int16(vector).to(torch.int32)[:, None] >> torch.arange(TILE, device=vector.device)

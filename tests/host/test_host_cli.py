@@ -114,12 +114,12 @@ def test_too_little_memory_is_refused_with_figures(exl3ctl) -> None:
     facts = ["--facts", str(DATA / "facts-two-cores.json"), "--kv-cache-gib", "30"]
     done = exl3ctl("fit", DEFAULT, *facts)
     assert done.returncode == 1
-    assert "33.15 GiB needed, 20.00 GiB available" in done.stderr
+    assert "33.16 GiB needed, 20.00 GiB available" in done.stderr
     assert "try: kv_cache_gib: 16" in done.stderr
     done = exl3ctl("fit", DEFAULT, *facts, "--json")
     assert done.returncode == 1
     verdict = json.loads(done.stdout)
-    assert (verdict["needed_gib"], verdict["available_gib"]) == (33.15, 20.0)
+    assert (verdict["needed_gib"], verdict["available_gib"]) == (33.16, 20.0)
     assert exl3ctl("plan", DEFAULT, *facts).returncode == 1
     assert exl3ctl("fit", DEFAULT, *facts, "--freed-gib", "14").returncode == 0
 

@@ -1,6 +1,7 @@
 """The committed JSON Schema is the one of the models, and both judge alike."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,21 @@ secrets: {{hf_token: true, api_key: false}}
 """.format(digest="0" * 64)
 
 
+BAD_IN_DOCUMENT = """\
+schema: exl3-recipe/1
+name: bad
+model: {repo: a/b, revision: main}
+serve: {args: {tensor-parallel-size: 2}}
+profiles:
+  cpu:
+    match: {device: cpu}
+    parallel: {tp: 1}
+    memory: {max_model_len: 2048, kv_cache_gb: 1}
+    pinning: {mode: off}
+health: {ready_timeout_s: 600, smoke: {max_tokens: 4, prompt: 12.0}}
+"""
+
+
 def plain(text: str) -> Any:
     return YAML(typ="safe", pure=True).load(text)
 
@@ -118,3 +134,29 @@ def test_both_refuse_the_same(old: str, new: str) -> None:
     assert not validator.is_valid(plain(text))
     with pytest.raises(RecipeError):
         parse_recipe(text, "moe.yaml", "moe")
+
+
+def test_the_document_tells_every_key(checkout: Path) -> None:
+    text = (checkout / "docs/recipes.md").read_text()
+    schema = json_schema()
+    objects = [schema, *schema["$defs"].values()]
+    keys = {key for one in objects for key in one.get("properties", {})}
+    assert len(keys) > 60
+    # The keys of image are summed up in one line.
+    image = {"name", "digests", "needs", "linux/amd64", "linux/arm64", "plugin", "vllm"}
+    image |= {"driver_min", "model_classes", "extras"}
+    assert [k for k in sorted(keys - image) if not re.search(rf"\b{re.escape(k)}\b", text)] == []
+
+
+def test_the_recipe_in_the_document_is_one(checkout: Path) -> None:
+    text = (checkout / "docs/recipes.md").read_text()
+    example = text.split("```yaml\n")[1].split("```")[0]
+    assert parse_recipe(example, "my-model.yaml", "my-model").health.smoke.expect == "(?i)paris"
+
+
+def test_the_mistakes_in_the_document_are_what_is_printed(checkout: Path) -> None:
+    text = (checkout / "docs/recipes.md").read_text()
+    printed = text.split("recipe lint bad.yaml\n")[1].split("\n5 errors.")[0]
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(BAD_IN_DOCUMENT, "bad.yaml", "bad")
+    assert str(caught.value) == printed

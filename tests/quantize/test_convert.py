@@ -250,3 +250,46 @@ def test_short_calibration_text_is_refused(source, tmp_path):
     text.write_text("too short")
     said = run(source, tmp_path / "out", "--bits", 4, "--calibration", text, code=1)
     assert "has 9 tokens, fewer than one row of 1024" in said
+
+
+def test_fused_and_stacked_tensors_come_out_split(tmp_path):
+    """At 8 bits every part must be recognisable as the rows it was cut from."""
+    folder, out = tmp_path / "fused", tmp_path / "out"
+    folder.mkdir()
+    small_models.llama(folder, num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "llama4_text"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    expected: dict[str, torch.Tensor] = {}
+
+    def take(name: str) -> torch.Tensor:
+        expected[name] = tensors.pop(f"{name}.weight")
+        return expected[name]
+
+    attention = "model.layers.0.self_attn"
+    parts = [take(f"{attention}.{leaf}_proj") for leaf in "qkv"]
+    tensors[f"{attention}.qkv_proj.weight"] = torch.cat(parts)
+    bias = torch.randn(320)
+    tensors[f"{attention}.qkv_proj.bias"] = bias
+    # Llama 4 stacks its experts inputs first; the second expert is the first one doubled.
+    experts = "model.layers.0.feed_forward.experts"
+    mlp = "model.layers.0.mlp"
+    gate, up, down = (take(f"{mlp}.{leaf}_proj") for leaf in ("gate", "up", "down"))
+    both = torch.cat([gate, up]).T
+    tensors[f"{experts}.gate_up_proj"] = torch.stack([both, 2 * both]).contiguous()
+    tensors[f"{experts}.down_proj"] = torch.stack([down.T, 2 * down.T]).contiguous()
+    for leaf, weight in (("gate", gate), ("up", up), ("down", down)):
+        del expected[f"{mlp}.{leaf}_proj"]
+        expected[f"{experts}.0.{leaf}_proj"] = weight
+        expected[f"{experts}.1.{leaf}_proj"] = 2 * weight
+    save_file(tensors, folder / "model.safetensors")
+
+    run(folder, out, "--bits", 8, "--head-bits", 8)
+    state = dense_eval.dense_state(out)
+    for name, weight in expected.items():
+        rows, columns = weight.shape
+        error = state[f"{name}.weight"][:rows, :columns] - weight.float()
+        assert float(error.norm() / weight.float().norm()) < 0.01, name
+    biases = torch.cat([state[f"{attention}.{leaf}_proj.bias"] for leaf in "qkv"])
+    assert torch.equal(biases, bias.half().float())
+    assert not any("qkv_proj" in name or "gate_up" in name for name in state)

@@ -204,7 +204,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         ("llama", {"extra": [lambda w: w.add_expert_count(8)]}, "mixture of experts"),
         (
             "llama",
-            {"extra": [lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)]},
+            {"extra": [lambda w: w.add_rope_scaling_type(yarn)]},
             "yarn",
         ),
         ("llama", {"extra": [lambda w: w.add_rope_dimension_count(16)]}, "16 of 64"),

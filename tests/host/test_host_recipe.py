@@ -330,6 +330,19 @@ def test_ordinary_arguments_pass() -> None:
     assert serve.env == {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
+def test_missing_parts_say_what_to_write() -> None:
+    found = {p.message: p.fix for p in problems("name: good\n")}
+    assert found == {
+        "'schema' is missing.": "Write schema: exl3-recipe/1.",
+        "'model' is missing.": "Add model: with repo and revision, or path, or package and "
+        "quantize.",
+        "'profiles' is missing.": "Add profiles: with one entry per class of hosts.",
+        "'health' is missing.": "Add health: with ready_timeout_s, smoke.",
+    }
+    assert only(changed("device: cpu, ", "")).fix == "Add device: cpu."
+    assert only(changed("device: cpu", "device: cpuu")).fix == "Did you mean 'cpu'?"
+
+
 def test_many_mistakes_are_told_at_once_in_the_order_of_the_file() -> None:
     text = textwrap.dedent("""\
         schema: exl3-recipe/1
@@ -374,6 +387,16 @@ def test_what_is_no_yaml_map() -> None:
     assert only("").message == "The file is empty."
     assert only("- a\n").message == "A map is expected."
     assert only("just text").message == "A map is expected."
+    bell = only("a: 1\nb: \x07\n")
+    assert (bell.line, bell.column) == (2, 4)
+    assert bell.message == "Character U+0007 may not stand in YAML."
+    assert only("a: 1\n---\nb: 2\n").message.startswith("This is not YAML: ")
+
+
+def test_a_tag_is_refused_instead_of_ignored() -> None:
+    problem = only(changed("prompt: hello", "prompt: !secret hello"))
+    assert problem.message == "A YAML tag (!) means nothing here."
+    assert only(changed("tp: 1", "tp: !!int 1")).path == "profiles.cpu.parallel.tp"
 
 
 def test_a_key_written_twice() -> None:

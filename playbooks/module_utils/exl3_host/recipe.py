@@ -287,13 +287,21 @@ def _known_keys(path: Path, data: Any) -> list[str]:
     return []
 
 
+# Where a list of keys would not say what to write.
+_MISSING = {
+    ("schema",): "Write schema: exl3-recipe/1.",
+    ("model",): "Add model: with repo and revision, or path, or package and quantize.",
+    ("profiles",): "Add profiles: with one entry per class of hosts.",
+}
+
+
 def _missing_fix(path: Path, data: Any) -> str:
+    if path in _MISSING:
+        return _MISSING[path]
     kind = expected_type(path, data)
-    keys = _known_keys(path, data)
-    if path == ("schema",):
-        return "Write schema: exl3-recipe/1."
-    if keys:
-        return f"Add {path[-1]}: with {', '.join(keys)}."
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        needed = [f.alias or n for n, f in kind.model_fields.items() if f.is_required()]
+        return f"Add {path[-1]}: with {', '.join(needed)}."
     words = _words(kind)
     if words:
         return f"Add {path[-1]}: {' | '.join(words)}."

@@ -325,12 +325,21 @@ PROFILE_TAGS = {"cpu-profile": CpuProfile, "gpu-profile": GpuProfile}
 
 
 def profile_tag(value: Any) -> str:
-    """Which of the two profile models a raw profile is meant to be."""
+    """Which of the two profile models a raw profile is meant to be.
+
+    `match.device` says it; where that is absent or misspelt, a key that only GPUs have.
+    """
     if isinstance(value, CpuProfile):
         return "cpu-profile"
     match = value.get("match") if isinstance(value, dict) else None
-    device = match.get("device") if isinstance(match, dict) else None
-    return "cpu-profile" if device == "cpu" else "gpu-profile"
+    if not isinstance(match, dict):
+        return "gpu-profile" if isinstance(value, GpuProfile) else "cpu-profile"
+    device = match.get("device")
+    if device in ("cpu", "cuda"):
+        return "cpu-profile" if device == "cpu" else "gpu-profile"
+    return (
+        "gpu-profile" if set(match) & (set(GpuMatch.model_fields) - {"device"}) else "cpu-profile"
+    )
 
 
 Profile = Annotated[

@@ -14,6 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 from .errors import Problem, RecipeError
 
@@ -89,6 +90,7 @@ class Document:
     raw: dict[Path, str] = field(default_factory=dict)
     traps: dict[Path, Trap] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    text: str = ""
 
     def place(self, path: Path, prefer_key: bool = False) -> tuple[int, int]:
         """Line and column of a value (or of its key), else of the nearest thing around it."""
@@ -101,7 +103,7 @@ class Document:
 
 def read_document(text: str, file: str) -> Document:
     """Parse one YAML document. Raises RecipeError where the text is no YAML at all."""
-    document = Document(file)
+    document = Document(file, text=text)
     try:
         node = YAML(typ="rt", pure=True).compose(text)
     except MarkedYAMLError as error:
@@ -111,6 +113,11 @@ def read_document(text: str, file: str) -> Document:
         raise RecipeError(
             [Problem(file, line, column, "", f"This is not YAML: {reason}.", "Check the indent.")]
         ) from None
+    except ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        message = f"Character U+{error.character:04X} may not stand in YAML."
+        raise RecipeError([Problem(file, line, column, "", message, "Remove it.")]) from None
     if node is None:
         raise RecipeError(
             [Problem(file, 1, 1, "", "The file is empty.", "See docs/recipes.md for a recipe.")]
@@ -127,6 +134,9 @@ def _value(node: Node, path: Path, document: Document, open_nodes: frozenset[int
             Problem(document.file, *place, dotted(path), "An alias contains itself.", "Remove it.")
         )
         return None
+    if document.text[node.start_mark.index :].startswith("!"):
+        message, fix = "A YAML tag (!) means nothing here.", "Remove it, or quote the text."
+        document.problems.append(Problem(document.file, *place, dotted(path), message, fix))
     if isinstance(node, ScalarNode):
         return _scalar(node, path, document)
     inside = open_nodes | {id(node)}

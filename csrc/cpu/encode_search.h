@@ -69,9 +69,9 @@ class Search {
 
   static constexpr int bits(int step) { return step % 2 == 0 ? kEven : kOdd; }
 
-  // Tiles searched at once, which share every load of a codebook value. Rows of 32768 nodes fill
-  // the second-level cache with two tiles.
-  static constexpr int kBlock = kEven == 1 ? 2 : 4;
+  // Tiles searched at once, which share every load of a codebook value. With four of them, rows of
+  // 16384 nodes and more no longer fit into a second-level cache of 1 MiB.
+  static constexpr int kBlock = kEven <= 2 ? 2 : 4;
   static_assert(kEncodeBlock % kBlock == 0);
 
   // One vector of padding keeps the rows of a block's tiles off the same cache sets.
@@ -107,8 +107,9 @@ class Search {
     constexpr int kNodes = 1 << (kStateBits - kEven);  // before step 0 and before step 128
     uint16_t seam[kTiles];
 
+    keep_from_ = kHalf;  // the way back ends at the seam
     for (int t = 0; t < kTiles; ++t) std::fill_n(row(0, t), kNodes, 0.0f);
-    forward<kTiles>(kHalf, kSteps);
+    forward<kTiles>(kHalf);
     for (int t = 0; t < kTiles; ++t) {
       const float* last = row(kSteps, t);
       const int end = static_cast<int>(std::min_element(last, last + kNodes) - last);
@@ -116,23 +117,25 @@ class Search {
       seam[t] = static_cast<uint16_t>(states[t * kSteps] >> kEven);
     }
 
+    keep_from_ = 0;
     for (int t = 0; t < kTiles; ++t) {
       std::fill_n(row(0, t), kNodes, kInfinity);
       row(0, t)[seam[t]] = 0.0f;
     }
-    forward<kTiles>(0, kSteps);
+    forward<kTiles>(0);
     for (int t = 0; t < kTiles; ++t) trace_back(0, t, seam[t], states + t * kSteps);
   }
 
   // The row of node costs before the `taken`-th step of a pass.
   float* row(int taken, int tile) const {
-    const int kept = taken % kInterval == 0 ? taken / kInterval + 2 : taken % 2;
-    return scratch_ + (static_cast<size_t>(kept) * kBlock + tile) * kRowFloats;
+    const bool kept = taken >= keep_from_ && taken % kInterval == 0;
+    const size_t slot = kept ? 2 + taken / kInterval : taken % 2;
+    return scratch_ + (slot * kBlock + tile) * kRowFloats;
   }
 
   template <int kTiles>
-  void forward(int start, int steps) {
-    for (int taken = 0; taken < steps; ++taken) {
+  void forward(int start) const {
+    for (int taken = 0; taken < kSteps; ++taken) {
       const int step = (start + taken) % kSteps;
       if (step % 2 == 0) {
         advance<kTiles, kEven, kOdd>(tables_.by_next_parity[1], taken, step);
@@ -170,12 +173,10 @@ class Search {
     }
   }
 
-  // Writes the states of the steps from `start` all around, of the walk that ends in node `end`.
+  // Writes the states of the walk that ends in node `end`, as far back as rows were kept.
   void trace_back(int start, int tile, int end, uint16_t* states) const {
-    // Pass 1 needs no more than the way back to the seam.
-    const int until = start == 0 ? 0 : kSteps - start;
-    for (int to = kSteps; to > until; to -= kInterval) {
-      end = trace_segment(start, to - kInterval, tile, end, states);
+    for (int from = kSteps - kInterval; from >= keep_from_; from -= kInterval) {
+      end = trace_segment(start, from, tile, end, states);
     }
   }
 
@@ -234,6 +235,7 @@ class Search {
   const SearchTables& tables_;
   const float* tiles_;
   float* scratch_;
+  int keep_from_ = 0;
 };
 
 template <class V, int kEven, int kOdd>

@@ -134,6 +134,14 @@ def test_what_changes_the_hash_and_what_does_not(
     assert digest(with_facts=narrower) != base
 
 
+def test_the_order_of_arguments_in_a_recipe_defines_nothing(tmp_path: Path, facts: dict) -> None:
+    args = {"seed": 7, "max-num-seqs": 8}
+    backwards = dict(reversed(args.items()))
+    first = plan.make_plan(write_recipe(tmp_path, serve={"args": args}), facts, INSTANCE)
+    second = plan.make_plan(write_recipe(tmp_path, serve={"args": backwards}), facts, INSTANCE)
+    assert first["config_hash"] == second["config_hash"]
+
+
 def test_the_instance_overrides_the_profile_and_says_so(default: LoadedRecipe, facts: dict) -> None:
     instance = replace(INSTANCE, max_model_len=1024, kv_cache_gib=3, args={"dtype": "float32"})
     made = plan.make_plan(default, facts, instance)
@@ -179,8 +187,8 @@ def test_a_cpu_without_bf16_serves_in_float32(default: LoadedRecipe, facts: dict
 def test_arguments_become_an_argv() -> None:
     args = {"b": True, "a": False, "n": 4, "x": 0.5, "l": ["p", 1, True], "m": {"k": [1, None]}}
     assert argument_list(args) == [
-        *["--no-a", "--b", "--l", "p", "1", "true", "--m", '{"k":[1,null]}'],
-        *["--n", "4", "--x", "0.5"],
+        *["--b", "--no-a", "--n", "4", "--x", "0.5"],
+        *["--l", "p", "1", "true", "--m", '{"k":[1,null]}'],
     ]
 
 

@@ -19,12 +19,12 @@ _BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def argument_list(args: dict[str, Any]) -> list[str]:
-    """A map of arguments as an argv, in the order of their names.
+    """A map of arguments as an argv, in the order of the map.
 
     true is a bare flag, false its `--no-` form, a list several values, a map one JSON value.
     """
     out: list[str] = []
-    for name, value in sorted(args.items()):
+    for name, value in args.items():
         if value is True:
             out.append(f"--{name}")
         elif value is False:

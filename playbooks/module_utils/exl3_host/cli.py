@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from . import facts as host_facts
 from . import plan as planner
+from . import show
 from .errors import HostError, Problem, RecipeError, count
 from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
-from .redact import redact, redact_text
+from .redact import redact
 from .schema import json_schema
 
 EXIT_GOOD, EXIT_REFUSED = 0, 1
@@ -99,13 +97,13 @@ def recipe_lint(
         error = RecipeError(problems)
         result |= error.as_dict()
 
-        def show(_out: Console) -> None:
-            _print_error(error)
-            _stderr().print(
+        def present(_out: Console) -> None:
+            show.refusal(error)
+            show.stderr().print(
                 f"{count(len(error.problems), 'error')}. Nothing was changed.", highlight=False
             )
 
-        return EXIT_REFUSED, result, show
+        return EXIT_REFUSED, result, present
 
     _run(as_json, work)
 
@@ -118,7 +116,7 @@ def recipe_show(recipe: RecipeArgument, as_json: JsonFlag = False) -> None:
         loaded = load_recipe(find_recipe(recipe, recipe_folders()))
         body = loaded.recipe.model_dump(by_alias=True, mode="json", exclude_none=True)
 
-        def show(out: Console) -> None:
+        def present(out: Console) -> None:
             from io import StringIO
 
             from ruamel.yaml import YAML
@@ -128,7 +126,7 @@ def recipe_show(recipe: RecipeArgument, as_json: JsonFlag = False) -> None:
             yaml.dump(body, text)
             out.print(f"# {loaded.path}", text.getvalue(), sep="\n", highlight=False, markup=False)
 
-        return EXIT_GOOD, {"path": str(loaded.path), "sha256": loaded.sha256, **body}, show
+        return EXIT_GOOD, {"path": str(loaded.path), "sha256": loaded.sha256, **body}, present
 
     _run(as_json, work)
 
@@ -145,7 +143,7 @@ def facts_command(store: StoreOption = None, as_json: JsonFlag = False) -> None:
 
     def work() -> tuple[int, dict, Callable[[Console], None]]:
         found = host_facts.collect(store=_store(store))
-        return EXIT_GOOD, found, lambda out: _show_facts(found, out)
+        return EXIT_GOOD, found, lambda out: show.show_facts(found, out)
 
     _run(as_json, work)
 
@@ -191,7 +189,7 @@ def plan_command(
         )
         plan = planner.plan_here(loaded, instance, _facts(facts, instance.store))
         code = EXIT_GOOD if plan["fit"]["ok"] else EXIT_REFUSED
-        return code, plan, lambda out: _show_plan(plan, explain, out)
+        return code, plan, lambda out: show.show_plan(plan, explain, out)
 
     _run(as_json, work)
 
@@ -224,7 +222,7 @@ def fit_command(
         plan = planner.plan_here(loaded, instance, _facts(facts, instance.store))
         verdict = {"recipe": loaded.recipe.name, "profile": plan["profile"], **plan["fit"]}
         code = EXIT_GOOD if verdict["ok"] else EXIT_REFUSED
-        return code, verdict, lambda out: _show_fit(verdict, out)
+        return code, verdict, lambda out: show.show_fit(verdict, out)
 
     _run(as_json, work)
 
@@ -301,151 +299,19 @@ def _facts(file: Path | None, store: str) -> dict:
 def _run(as_json: bool, work: Callable[[], tuple[int, dict, Callable[[Console], None]]]) -> None:
     """Do the work, print its result one way or the other, and leave with its exit code."""
     try:
-        code, result, show = work()
+        code, result, present = work()
     except HostError as error:
         if as_json:
             print(json.dumps(redact(error.as_dict()), indent=2))
         else:
-            _print_error(error)
+            show.refusal(error)
         raise typer.Exit(EXIT_REFUSED) from None
     if as_json:
         # Not redacted: a plan is applied as it stands, and no secret can get into one.
         print(json.dumps(result, indent=2))
     else:
-        show(_stdout())
+        present(show.stdout())
     raise typer.Exit(code)
-
-
-def _stdout() -> Console:
-    """A terminal keeps its width; a pipe gets wide lines, so that tables are not folded."""
-    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, soft_wrap=True)
-
-
-def _print_error(error: HostError) -> None:
-    _stderr().print(Text(redact_text(str(error))), highlight=False)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=any(columns))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _rows(out: Console, rows: list[tuple[str, str]]) -> None:
-    table = _table("", "")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    out.print(table)
-
-
-def _gib(value: int | None) -> str:
-    return "unknown" if value is None else f"{value / 2**30:.2f} GiB"
-
-
-def _show_facts(found: dict, out: Console) -> None:
-    cpus, memory, tools = found["cpus"], found["memory"], found["tools"]
-    rows = [
-        ("system", f"{found['os']['id']} {found['os']['version']}, {found['arch']}"),
-        (
-            "CPU",
-            f"{cpus['model']}, {count(cpus['packages'], 'package')}, "
-            f"{count(cpus['cores'], 'core')}, {count(cpus['threads_per_core'], 'thread')} per core",
-        ),
-        ("CPUs", f"online {cpus['online']}, allowed {cpus['affinity']}, cgroup {cpus['cgroup']}"),
-        ("features", " ".join(cpus["flags"]) or "none read"),
-    ]
-    for node in found["numa"]["nodes"]:
-        rows.append(
-            (
-                f"node {node['id']}",
-                f"CPUs {node['cpus'] or 'none'}, {_gib(node['total_bytes'])}, "
-                f"{_gib(node['available_bytes'])} available",
-            )
-        )
-    rows.append(
-        (
-            "memory",
-            f"{_gib(memory['total_bytes'])}, {_gib(memory['available_bytes'])} available, "
-            + (
-                "no cgroup limit"
-                if memory["cgroup_limit_bytes"] is None
-                else f"cgroup limit {_gib(memory['cgroup_limit_bytes'])}"
-            ),
-        )
-    )
-    rows.append(
-        ("tools", ", ".join(f"{n} {p or 'absent'}" for n, p in tools.items() if n[0] != "_"))
-    )
-    names = [f"{g['name']} ({g['compute_capability']})" for g in found["gpus"]]
-    rows.append(("GPUs", ", ".join(names) or "none"))
-    if found["disk"]:
-        rows.append(
-            ("disk", f"{_gib(found['disk']['free_bytes'])} free at {found['disk']['path']}")
-        )
-    _rows(out, rows)
-
-
-def _show_plan(plan: dict, explain: bool, out: Console) -> None:
-    serve, pin, model = plan["serve"], plan["pin"], plan["model"]
-    origin = {"package": "name", "path": "path", "hub": "repo"}[model["source"]["kind"]]
-    _rows(
-        out,
-        [
-            ("instance", f"{plan['instance']} (recipe {plan['recipe']['name']})"),
-            ("profile", plan["profile"]),
-            ("model", f"{model['source'][origin]} -> {model['dir']} ({model['prepare']})"),
-            ("serves", f"{model['served_name']} at {serve['url']}"),
-            ("pin", f"{pin['mode']}: CPUs {pin['cpus']}, mems {pin['mems']}; {pin['reason']}"),
-            ("config", plan["config_hash"]),
-        ],
-    )
-    _show_fit(plan["fit"], out)
-    if explain:
-        table = _table("decision", "value", "why")
-        for entry in plan["decisions"]:
-            table.add_row(entry["what"], Text(str(entry["value"])), Text(entry["why"]))
-        out.print()
-        out.print(table)
-        out.print()
-        out.print(Text(command_line(plan)))
-    for warning in plan["warnings"]:
-        _stderr().print(Text(f"warning: {warning}"), highlight=False)
-
-
-def command_line(plan: dict) -> str:
-    """The start of the server as a person would type it, one setting per line."""
-    lines = [f"{name}={shlex.quote(value)}" for name, value in plan["serve"]["env"].items()]
-    words = [*plan["pin"]["numactl"], *plan["serve"]["argv"]]
-    for word in words:
-        starts_line = word.startswith("--") or word == words[0]
-        if starts_line:
-            lines.append(shlex.quote(word))
-        else:
-            lines[-1] += f" {shlex.quote(word)}"
-    return " \\\n  ".join(lines)
-
-
-def _show_fit(verdict: dict, out: Console) -> None:
-    for line in verdict["lines"]:
-        out.print(Text(f"fit  {line}"), highlight=False)
-    have = verdict["available_gib"]
-    figures = f"{verdict['needed_gib']:.2f} GiB needed"
-    if have is not None:
-        figures += f", {have:.2f} GiB available"
-    if verdict["ok"]:
-        out.print(f"fit  ok: {figures}", highlight=False)
-        return
-    err = _stderr()
-    err.print(f"fit  refused: {figures}", highlight=False)
-    for reason in verdict["reasons"]:
-        err.print(Text(f"     because {reason}"), highlight=False)
-    for suggestion in verdict["would_fit"]:
-        err.print(Text(f"     try: {suggestion}"), highlight=False)
 
 
 def main() -> None:

@@ -99,8 +99,8 @@ def split(items: list[list[int]], parts: int) -> list[list[list[int]]]:
 def reserve_for(core_count: int) -> int:
     """Cores of a node left to the API server, the scheduler and the host.
 
-    Below eight cores every core computes: giving one of two away halves the decode speed, while
-    the API server needs a few percent of one.
+    Below eight cores every core computes: one of two would be half of all compute threads, and the
+    API server and the scheduler are idle while a step is computed.
     """
     if core_count < 8:
         return 0

@@ -147,25 +147,20 @@ def make_plan(
     args = arguments.merge_args(recipe.serve.args, profile.args, instance.args)
     arguments.choose_dtype(args, facts, log.add)
     arguments.choose_eager(args, log.add)
-    argv = [
-        f"{instance.venv}/bin/vllm",
-        "serve",
-        folder,
-        "--host",
-        instance.host,
-        "--port",
-        str(instance.port),
-        "--served-model-name",
-        served_name,
-        "--max-model-len",
-        str(max_model_len),
-        "--tensor-parallel-size",
-        str(tp),
-    ]
+    settings: dict[str, Any] = {
+        "host": instance.host,
+        "port": instance.port,
+        "served-model-name": served_name,
+        "max-model-len": max_model_len,
+        "tensor-parallel-size": tp,
+    }
     if recipe.model.trust_remote_code:
-        argv.append("--trust-remote-code")
+        settings["trust-remote-code"] = True
         log.add("trust_remote_code", True, "the recipe asks for it; code of the model is run")
-    argv += arguments.argument_list(args)
+    argv = [f"{instance.venv}/bin/vllm", "serve", folder]
+    argv += arguments.argument_list(settings)
+    # Sorted, so that moving a line in a recipe restarts nothing.
+    argv += arguments.argument_list(dict(sorted(args.items())))
     env = {
         # The model is in the store; a server that reaches for the Hub would hang without network.
         "HF_HUB_OFFLINE": "1",

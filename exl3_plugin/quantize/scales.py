@@ -213,9 +213,9 @@ def balance(suh: torch.Tensor, svh: torch.Tensor) -> tuple[torch.Tensor, torch.T
     Returns (suh, svh) as float16. Only extreme weights are touched: `suh` of an ordinary layer is
     0.001 to 1 and `svh` about 1.
     """
-    size = float(suh.abs().mean())
-    if size > _EMPTY and not 2.0**-8 <= size <= 2.0:
-        shift = 2.0 ** -round(math.log2(size / 2.0**-4))
+    inner, outer = float(suh.abs().mean()), float(svh.abs().mean())
+    if inner > _EMPTY and outer > _EMPTY and not 2.0**-8 <= inner <= 2.0:
+        shift = 2.0 ** round(0.5 * math.log2(outer / inner))
         suh, svh = suh * shift, svh / shift
     limit = torch.finfo(torch.float16).max
     return suh.clamp(-limit, limit).half(), svh.clamp(-limit, limit).half()

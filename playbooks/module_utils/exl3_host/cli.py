@@ -48,6 +48,9 @@ FactsOption = Annotated[
 ]
 KvOption = Annotated[int | None, typer.Option(min=1, help="KV cache in GiB per rank.")]
 LengthOption = Annotated[int | None, typer.Option(min=256, help="Longest context in tokens.")]
+MapOption = Annotated[
+    str | None, typer.Option(metavar="JSON", help="A map that wins over the recipe's.")
+]
 FreedOption = Annotated[
     float, typer.Option(min=0, help="GiB that the running instance returns when replaced.")
 ]
@@ -163,6 +166,8 @@ def plan_command(
     max_model_len: LengthOption = None,
     kv_cache_gib: KvOption = None,
     pinning: Annotated[str | None, typer.Option(help="auto, none, container.")] = None,
+    serve_args: MapOption = None,
+    serve_env: MapOption = None,
     release: Annotated[str | None, typer.Option(help="Names the installed software.")] = None,
     freed_gib: FreedOption = 0.0,
     facts: FactsOption = None,
@@ -184,6 +189,8 @@ def plan_command(
             max_model_len=max_model_len,
             kv_cache_gib=kv_cache_gib,
             pinning_mode=pinning,
+            args=_json_map(serve_args, "--serve-args"),
+            env=_json_map(serve_env, "--serve-env"),
             release=release,
             freed_gib=freed_gib,
         )
@@ -262,6 +269,18 @@ def _environment() -> dict[str, str]:
         old = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in paths]
         env["PYTHONPATH"] = os.pathsep.join(paths + old)
     return env
+
+
+def _json_map(text: str | None, option: str) -> dict:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error} in {text}", param_hint=option) from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"a JSON map is expected, not {text}", param_hint=option)
+    return value
 
 
 def _store(given: Path | None) -> Path:

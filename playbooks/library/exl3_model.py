@@ -3,17 +3,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.exl3_host import store
+from ansible.module_utils.exl3_host.errors import HostError
+
 DOCUMENTATION = """
 module: exl3_model
 short_description: Fetch or quantise the model that a plan names, once, and check it afterwards
 options:
-  plan: {type: dict, default: {}, description: The plan; empty in check mode before there is a venv.}
-  store: {type: path, required: true, description: The store.}
-  state: {type: str, choices: [present, absent], default: present, description: absent removes the whole store.}
-  verify: {type: bool, default: false, description: Read every byte and compare it with the manifest.}
-  hf_token_file: {type: str, default: "", description: File with a Hub token.}
-  offline: {type: bool, default: false, description: Use no package index.}
-  find_links: {type: list, elements: str, default: [], description: Folders with wheels.}
+  plan: {type: dict, default: {},
+    description: "The plan; empty in check mode before there is a venv."}
+  store: {type: path, required: true, description: "The store."}
+  state: {type: str, choices: [present, absent], default: present,
+    description: "absent removes the whole store."}
+  verify: {type: bool, default: false,
+    description: "Read every byte and compare it with the manifest."}
+  hf_token_file: {type: str, default: "", description: "File with a Hub token."}
+  offline: {type: bool, default: false, description: "Use no package index."}
+  find_links: {type: list, elements: str, default: [], description: "Folders with wheels."}
 """
 
 EXAMPLES = """
@@ -21,16 +30,10 @@ EXAMPLES = """
 """
 
 RETURN = """
-steps: {type: list, returned: always, description: What was done or would be done.}
-missing: {type: bool, returned: always, description: Whether the model had to be made.}
-log: {type: str, returned: always, description: Output of the downloader and of the quantiser.}
+steps: {type: list, returned: always, description: "What was done or would be done."}
+missing: {type: bool, returned: always, description: "Whether the model had to be made."}
+log: {type: str, returned: always, description: "Output of the downloader and of the quantiser."}
 """
-
-from pathlib import Path
-
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import store
-from ansible.module_utils.exl3_host.errors import HostError
 
 
 def main() -> None:

@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.exl3_host import preflight, spec
+from ansible.module_utils.exl3_host.errors import HostError
+
 DOCUMENTATION = """
 module: exl3_plan
 short_description: Recipe and host become one reviewable plan, kept as plans/NAME.json in the store
 options:
-  instance: {type: dict, required: true, description: One entry of exl3_instances.}
-  bind_address: {type: str, required: true, description: Address for instances that name none.}
-  checkout: {type: path, required: true, description: A checkout of this repository on the host.}
-  store: {type: path, required: true, description: The store.}
-  venv: {type: path, required: true, description: The venv.}
+  instance: {type: dict, required: true, description: "One entry of exl3_instances."}
+  bind_address: {type: str, required: true, description: "Address for instances that name none."}
+  checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
+  store: {type: path, required: true, description: "The store."}
+  venv: {type: path, required: true, description: "The venv."}
 """
 
 EXAMPLES = """
@@ -24,16 +31,10 @@ EXAMPLES = """
 """
 
 RETURN = """
-plan: {type: dict, returned: always, description: The plan; empty in check mode before there is a venv.}
-instance: {type: str, returned: always, description: Name of the instance.}
+plan: {type: dict, returned: always,
+  description: "The plan; empty in check mode before there is a venv."}
+instance: {type: str, returned: always, description: "Name of the instance."}
 """
-
-import json
-from pathlib import Path
-
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import preflight, service
-from ansible.module_utils.exl3_host.errors import HostError
 
 
 def shown(plan: dict | None) -> str:
@@ -69,10 +70,10 @@ def main() -> None:
     except HostError as error:
         module.fail_json(msg=str(error))
     path = store / "plans" / f"{name}.json"
-    before = service.read_json(path)
+    before = spec.read_json(path)
     changed = preflight.lasting(before) != preflight.lasting(plan)
     if changed and not module.check_mode:
-        service.write_json(path, plan)
+        spec.write_json(path, plan)
     module.exit_json(
         changed=changed,
         plan=plan,

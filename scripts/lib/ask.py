@@ -1,17 +1,19 @@
-"""Ask the server of a plan one question: `ask.py PLAN.json QUESTION`. Prints endpoint, question and answer."""
+"""Ask the server of a plan one question: `ask.py PLAN.json QUESTION`. Prints endpoint, question
+and answer.
+"""
 
 import json
 import sys
 from pathlib import Path
 
-from exl3_host import service, wait
+from exl3_host import spec, wait
 
 
 def main(arguments: list[str]) -> int:
     """Command line; 1 when the server does not answer."""
     path, question = arguments
     plan = json.loads(Path(path).read_text())
-    endpoint = service.endpoint_of(service.make_spec(plan, Path("/"), "supervisor"))
+    endpoint = spec.endpoint_of(spec.make_spec(plan, Path("/"), "supervisor"))
     try:
         answer = wait.complete(endpoint, question, max_tokens=48, timeout_s=120)
     except (RuntimeError, OSError) as error:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from exl3_host import service
+from exl3_host import service, spec
 
 SMALL_SERVER = Path(__file__).with_name("small_server.py")
 _ports = itertools.count(18100 + os.getpid() % 700)
@@ -38,7 +38,7 @@ def store(tmp_path):
     folder.mkdir()
     yield folder
     for run in (folder / "run").glob("*"):
-        service.remove(service.Paths(folder, run.name))
+        service.remove(spec.Paths(folder, run.name))
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
-"""A small HTTP server with the part of the OpenAI interface that readiness asks for, and faults on demand.
+"""A small HTTP server with the part of the OpenAI interface that readiness asks for, and faults on
+demand.
 
-It takes the place of `vllm serve` where the subject of a test is who starts, watches and replaces a server.
+It takes the place of `vllm serve` where the subject of a test is who starts, watches and replaces
+a server.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 parser = argparse.ArgumentParser()
+parser.add_argument("words", nargs="*", help="`serve MODEL`, when called as vllm is")
 parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--served-model-name", default="small")
@@ -26,7 +29,7 @@ parser.add_argument("--drain", type=float, default=0.0, help="seconds to go on a
 parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
 parser.add_argument("--worker", action="store_true", help="have a child process that outlives us")
 parser.add_argument("--noise", type=int, default=0, help="bytes to print at start")
-options = parser.parse_args()
+options, _ = parser.parse_known_args()
 
 if options.silent:
     time.sleep(600)

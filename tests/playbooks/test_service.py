@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from exl3_host import procs, service, supervisor
+from exl3_host import procs, service, spec, status, supervisor
 from exl3_host.errors import HostError
 
 SMALL_SERVER = Path(__file__).with_name("small_server.py")
@@ -33,11 +33,11 @@ def deploy(plan, store, **options):
 
 
 def look(store, instance="small"):
-    return service.look(service.Paths(store, instance))
+    return status.look(spec.Paths(store, instance))
 
 
 def state(store, instance="small"):
-    return service.read_json(service.Paths(store, instance).state)
+    return spec.read_json(spec.Paths(store, instance).state)
 
 
 def test_first_start_then_nothing_to_do(store, make_plan):
@@ -175,7 +175,7 @@ def test_killed_server_is_noticed_and_comes_back(store, make_plan):
 
 def test_workers_of_a_killed_server_do_not_stay(store, make_plan):
     deploy(make_plan("--worker"), store)
-    members = service.own_pids(service.Paths(store, "small"))
+    members = spec.own_pids(spec.Paths(store, "small"))
     assert len(members) == 3
     os.kill(look(store).pid, signal.SIGKILL)
     until(lambda: state(store)["phase"] == "waiting to restart")
@@ -194,16 +194,16 @@ def test_killed_supervisor_takes_its_server_along(store, make_plan):
 
 def test_stop_drains(store, make_plan):
     deploy(make_plan("--drain", "1"), store)
-    log = service.Paths(store, "small").log
-    service.halt(service.Paths(store, "small"))
+    log = spec.Paths(store, "small").log
+    service.halt(spec.Paths(store, "small"))
     assert "drained" in log.read_text()
     assert look(store).state == "stopped"
 
 
 def test_remove_leaves_no_process_no_port_no_files(store, make_plan, port):
     deploy(make_plan("--worker"), store)
-    paths = service.Paths(store, "small")
-    members = service.own_pids(paths)
+    paths = spec.Paths(store, "small")
+    members = spec.own_pids(paths)
     assert service.remove(paths, is_check=True) and look(store).state == "serving"
     assert service.remove(paths) and not service.remove(paths)
     assert [pid for pid in members if procs.start_ticks(pid) is not None] == []
@@ -234,7 +234,7 @@ def test_new_model_files_are_a_reason_to_restart(store, make_plan):
 
 def test_interrupted_replacement_is_finished_by_the_next_run(store, make_plan):
     deploy(make_plan(), store)
-    service.halt(service.Paths(store, "small"))
+    service.halt(spec.Paths(store, "small"))
     outcome = deploy(make_plan("--answer", "Paris again"), store)
     assert outcome.answer == "Paris again" and look(store).state == "serving"
 

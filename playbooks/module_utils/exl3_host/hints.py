@@ -1,4 +1,6 @@
-"""Log patterns that are known, with their cause and what to do. `docs/troubleshooting.md` shows the same table."""
+"""Log patterns that are known, with their cause and what to do. `docs/troubleshooting.md` shows
+the same table.
+"""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ HINTS = (
     Hint(
         "plugin-missing",
         r"Unknown quantization method: '?exl3",
-        "vLLM does not know EXL3: the plugin is not installed in this venv, or VLLM_PLUGINS hides it.",
+        "vLLM does not know EXL3: the plugin is not in this venv, or VLLM_PLUGINS hides it.",
         "Run the deploy playbook again; check that `pip show exl3-fleet` works in the venv.",
     ),
     Hint(
@@ -50,13 +52,13 @@ HINTS = (
     ),
     Hint(
         "memory-check",
-        r"Free memory on device .* is less than desired|less than desired (GPU|CPU) memory utilization",
+        r"less than desired (GPU|CPU) memory utilization",
         "vLLM wants a share of the memory that is not free at the moment.",
         "Set the size of the KV cache in GiB in the recipe instead of a share, or free memory.",
     ),
     Hint(
         "out-of-memory",
-        r"MemoryError|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|out of memory",
+        r"MemoryError|can't allocate memory|Cannot allocate memory|out of memory",
         "The host ran out of memory.",
         "Stop something else, or choose fewer bits, a shorter max_model_len or a smaller KV cache.",
     ),
@@ -76,7 +78,7 @@ HINTS = (
         "load-audit",
         r"Exl3\w*Error|CheckpointError|FormatError",
         "The checkpoint and the model that vLLM built do not agree; nothing was served.",
-        "Look at the tensor it names with `exl3ctl inspect MODEL`; a damaged file has to be fetched again.",
+        "Look at the tensor with `exl3ctl inspect MODEL`; fetch a damaged file again.",
     ),
     Hint(
         "hub-offline",
@@ -106,7 +108,7 @@ HINTS = (
         "no-gpu",
         r"No CUDA GPUs are available|CUDA driver version is insufficient|Error 80[34]",
         "The driver shows no usable GPU to this process.",
-        "Check `nvidia-smi` on the host; the driver must be as new as the CUDA that torch was built with.",
+        "Check `nvidia-smi`; the driver must be as new as the CUDA that torch was built with.",
     ),
     Hint(
         "no-kernel-image",
@@ -121,7 +123,9 @@ _PREFIX = re.compile(
     r"^(\x1b\[[0-9;]*m)*(\([^()]*\bpid=\d+\)(\x1b\[[0-9;]*m)*\s*)?"
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d\s+\[[^\]]*\]\s?)?"
 )
-_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*|\s*)$")
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*|\s*)$"
+)
 _START = re.compile(r"^\[exl3 [^\]]*\] start \d+:")
 
 

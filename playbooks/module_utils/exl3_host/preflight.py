@@ -1,4 +1,6 @@
-"""What can be refused before anything is changed: names and ports that clash, ports of others, a disk that is too small."""
+"""What can be refused before anything is changed: names and ports that clash, ports of others, a
+disk that is too small.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from . import procs, service
+from . import procs
 from .errors import HostError
+from .spec import Paths, own_pids, read_json
 
 GIB = 1 << 30
 VENV_GIB = 5.0
@@ -31,8 +34,8 @@ def check_instances(instances: list[dict]) -> None:
 
 def check_port(instance: dict, bind_address: str, store: Path) -> None:
     """Refuse a port that a process which is not this instance listens on. Raises HostError."""
-    paths = service.Paths(store, instance["name"])
-    mine = service.own_pids(paths)
+    paths = Paths(store, instance["name"])
+    mine = own_pids(paths)
     for listener in procs.conflicting(instance.get("host") or bind_address, instance["port"]):
         if listener.pid is None and mine:
             continue
@@ -62,7 +65,8 @@ def check_disk(venv: Path) -> None:
 def planner(venv: Path) -> list[str] | None:
     """The command that plans on this host: the venv's Python, else our own; None where neither can.
 
-    The planner needs pydantic and a few more packages, which a bare host has only after the venv is made.
+    The planner needs pydantic and a few more packages, which a bare host has only after the venv
+    is made.
     """
     import sys
 
@@ -79,7 +83,8 @@ def planner(venv: Path) -> list[str] | None:
 def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dict:
     """Output of `exl3ctl ... --json`, run from the checkout so that plans follow its recipes.
 
-    A plan that does not fit is returned too (`fit.ok` is false); any other refusal raises HostError.
+    A plan that does not fit is returned too (`fit.ok` is false); any other refusal raises
+    HostError.
     """
     env = {**os.environ, "PYTHONPATH": str(checkout / "playbooks" / "module_utils")}
     done = subprocess.run(
@@ -97,7 +102,7 @@ def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dic
         raise HostError(f"exl3ctl {arguments[0]} failed:\n" + "\n".join(said)) from None
     if "error" in answer:
         lines = [
-            f"{one['file']}:{one['line']}:{one['column']}  {one['path']}  {one['message']} {one['fix']}"
+            "{file}:{line}:{column}  {path}  {message} {fix}".format_map(one)
             for one in answer.get("problems", [])
         ]
         raise HostError("\n".join([answer["error"], *lines]), answer.get("fix", ""))
@@ -106,8 +111,8 @@ def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dic
 
 def plan_arguments(instance: dict, bind_address: str, store: Path, venv: Path) -> list[str]:
     """The `exl3ctl plan` arguments of one instance of the inventory."""
-    freed_gib = procs.resident_bytes(service.own_pids(service.Paths(store, instance["name"]))) / GIB
-    stamp = service.read_json(venv / ".exl3-stamp.json") or {}
+    freed_gib = procs.resident_bytes(own_pids(Paths(store, instance["name"]))) / GIB
+    stamp = read_json(venv / ".exl3-stamp.json") or {}
     arguments = ["plan", instance["recipe"], "--name", instance["name"]]
     arguments += ["--store", str(store), "--venv", str(venv), "--freed-gib", f"{freed_gib:.3f}"]
     if stamp.get("id"):

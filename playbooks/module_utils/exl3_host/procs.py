@@ -1,6 +1,8 @@
-"""What runs on this host, read from /proc: processes, who listens on a port, how much memory they hold.
+"""What runs on this host, read from /proc: processes, who listens on a port, how much memory they
+hold.
 
-Readers take `root` so that tests can point them at a fixture tree. Linux only, standard library only.
+Readers take `root` so that tests can point them at a fixture tree. Linux only, standard library
+only.
 """
 
 import contextlib
@@ -64,9 +66,12 @@ def _parents(root: str) -> dict[int, int]:
     parents = {}
     for entry in os.listdir(root):
         if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"{root}/{entry}/stat", "rb") as stat:
-                    parents[int(entry)] = int(stat.read().rpartition(b")")[2].split()[1])
+            # A process may end between the listing and the reading.
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"{root}/{entry}/stat", "rb") as stat,
+            ):
+                parents[int(entry)] = int(stat.read().rpartition(b")")[2].split()[1])
     return parents
 
 

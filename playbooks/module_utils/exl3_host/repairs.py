@@ -1,4 +1,6 @@
-"""What has to be put right in a venv after pip has installed vLLM for CPUs. Every repair looks before it acts."""
+"""What has to be put right in a venv after pip has installed vLLM for CPUs. Every repair looks
+before it acts.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ from pathlib import Path
 VERSION = 1
 HOOK_MODULE = "exl3_torchvision_ops"
 
-# Runs at every start of this venv's Python, so it does nothing but hang a finder into the import system.
+# Runs at every start of this venv's Python, so it does nothing but hang a finder into the import
+# system.
 HOOK = '''\
 """Declares two torchvision operators before torchvision is imported.
 
-The CUDA build of torchvision cannot load its operators under a CPU-only torch, and its Python part then fails at
-import, because it registers shape functions for operators that nobody declared. Models never call them on a CPU.
-Written by the exl3-fleet playbooks.
+The CUDA build of torchvision cannot load its operators under a CPU-only torch, and its Python part
+then fails at import, because it registers shape functions for operators that nobody declared.
+Models that read text never call them. Written by the exl3-fleet playbooks.
 """
 
 import importlib.machinery
@@ -118,7 +121,9 @@ def vllm_metadata(site: Path) -> bool:
 
 
 def apply(venv: Path, site: Path, builder) -> list[str]:
-    """Do all repairs that are needed; returns what was done. `builder` runs pip (see venv.Builder)."""
+    """Do all repairs that are needed; returns what was done. `builder` runs pip (see
+    venv.Builder).
+    """
     done = []
     if vllm_metadata(site):
         done.append("repaired: the vllm command finds its version")
@@ -129,7 +134,8 @@ def apply(venv: Path, site: Path, builder) -> list[str]:
         done.append(f"repaired: torchvision ({broken['torchvision']})")
         broken = broken_companions(python)
     for name, error in broken.items():
-        # Nothing that serves text needs it, and an absent package is handled where a broken one is not.
+        # Nothing that serves text needs it, and an absent package is handled where a broken one is
+        # not.
         builder.must([str(python), "-m", "pip", "uninstall", "--yes", name], f"removing {name}")
         done.append(f"repaired: removed {name}, which cannot be imported ({error})")
     return done

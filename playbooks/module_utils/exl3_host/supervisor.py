@@ -1,7 +1,9 @@
-"""Keep one server running where no systemd does: start, log, restart a bounded number of times, stop gently.
+"""Keep one server running where no systemd does: start, log, restart a bounded number of times,
+stop gently.
 
-Run as `python3 supervisor.py SPEC.json [--once]`. This file is copied beside the service it runs and imports
-nothing of this package, so an upgrade of the package never pulls the ground from under a running server.
+Run as `python3 supervisor.py SPEC.json [--once]`. This file is copied beside the service it runs
+and imports nothing of this package, so an upgrade of the package never pulls the ground from under
+a running server.
 
 The spec (one JSON object, written by `service.py`):
   argv, cwd, env       what to run, where, and its whole environment (nothing is inherited)
@@ -9,9 +11,10 @@ The spec (one JSON object, written by `service.py`):
   state, log           files written here: state is one JSON object, the log is rotated
   log_max_bytes, log_keep, grace_s, burst, interval_s, backoff_s, config_hash
 
-At most `burst` starts within `interval_s` seconds; then the state says "failed" and the program ends with 1.
-With `--once` a failed server is not started again (systemd does that) and its exit status becomes ours.
-SIGTERM is passed on to the server, which has `grace_s` seconds to drain before its process group is killed.
+At most `burst` starts within `interval_s` seconds; then the state says "failed" and the program
+ends with 1. With `--once` a failed server is not started again (systemd does that) and its exit
+status becomes ours. SIGTERM is passed on to the server, which has `grace_s` seconds to drain
+before its process group is killed.
 """
 
 import contextlib
@@ -33,7 +36,9 @@ KEPT_EXITS = 20
 
 
 def start_ticks(pid):
-    """Start time of a process in clock ticks since boot: with the pid it names one process for ever."""
+    """Start time of a process in clock ticks since boot: with the pid it names one process for
+    ever.
+    """
     with open(f"/proc/{pid}/stat", "rb") as stat:
         return int(stat.read().rpartition(b")")[2].split()[19])
 
@@ -61,8 +66,8 @@ def children_of(pid):
 class RotatingLog:
     """Log file that is copied to `.1`, `.2`, ... and emptied when it has grown to `max_bytes`.
 
-    The server appends to the file itself: it goes on writing whatever becomes of its supervisor, and a write
-    in append mode after the file was emptied lands at its new end.
+    The server appends to the file itself: it goes on writing whatever becomes of its supervisor,
+    and a write in append mode after the file was emptied lands at its new end.
     """
 
     def __init__(self, path, max_bytes, keep):

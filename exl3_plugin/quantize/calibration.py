@@ -11,7 +11,7 @@ import torch
 from exl3_plugin.quantize.ldlq import QuantizeError
 from exl3_plugin.quantize.source import Source
 
-_SAMPLED_AT_ONCE = 32
+_SAMPLED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,6 @@ def quantize(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    _quiet_transformers()
     with_text = None
     if calibration is not None:
         with_text = Calibration(calibration, calibration_rows, calibration_columns)
@@ -95,7 +94,9 @@ def quantize(
         with ConversionProgress(console) as progress:
             result = convert(source, out, options, progress)
     except (QuantizeError, LibraryError) as error:
-        console.print(f"quantize: {error}", style="red", highlight=False, markup=False)
+        console.print(
+            f"quantize: {error}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print("interrupted; the same command continues where it stopped")
@@ -113,16 +114,6 @@ def quantize(
         f"{result.tiles_searched} tiles, {result.tiles_per_second_per_core:.0f} tiles per second "
         f"per core on {result.threads} threads"
     )
-
-
-def _quiet_transformers() -> None:
-    """Keep transformers' own bars and hints out of the progress display."""
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        return
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from exl3_plugin.quantize.ldlq import QuantizeError
-from exl3_plugin.quantize.source import Source, _file_identity
+from exl3_plugin.quantize.source import Source, file_identity, quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,13 @@ class GGUFSource(Source):
     # Companions
 
     def identity(self) -> dict:
-        return {"kind": "gguf", "files": {self.path.name: _file_identity(self.path)}}
+        return {"kind": "gguf", "files": {self.path.name: file_identity(self.path)}}
 
     @cached_property
     def _tokenizer(self):
         from transformers import AutoTokenizer
 
+        quiet_transformers()
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, local_files_only=True
@@ -236,6 +237,7 @@ class GGUFSource(Source):
     def transformers_model(self) -> torch.nn.Module:
         import transformers
 
+        quiet_transformers()
         state = {name: self.load_exact(name).float() for name in self._tensors}
         if self.config["tie_word_embeddings"]:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]

@@ -70,7 +70,7 @@ class ConversionProgress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def stage(self, description: str) -> None:
         """What happens now, without progress of its own."""
@@ -83,6 +83,9 @@ class ConversionProgress:
         """A module of `work` units begins."""
         self._description = name
         self._module_work, self._module_done = work, 0.0
+        if self._done == self._skipped:
+            # What came before the first module (loading, sampling) says nothing about the rest.
+            self._began = time.monotonic()
         self._show()
 
     def advance(self, units: float) -> None:

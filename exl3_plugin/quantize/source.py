@@ -164,7 +164,7 @@ class FolderSource(Source):
         return {
             "kind": "folder",
             "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
-            "files": {file.name: _file_identity(file) for file in files},
+            "files": {file.name: file_identity(file) for file in files},
         }
 
     def write_companions(self, folder: Path) -> None:
@@ -179,6 +179,7 @@ class FolderSource(Source):
     def transformers_model(self) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
+        quiet_transformers()
         return AutoModelForCausalLM.from_pretrained(
             self.path, dtype="auto", local_files_only=True
         ).eval()
@@ -189,7 +190,15 @@ class FolderSource(Source):
         return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
 
 
-def _file_identity(file: Path) -> dict:
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and hints out of the progress display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def file_identity(file: Path) -> dict:
     """Size and a digest of the first and last MiB: enough to notice another model, and quick."""
     size = file.stat().st_size
     digest = hashlib.sha256()

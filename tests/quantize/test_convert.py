@@ -15,9 +15,10 @@ import pytest
 import small_models
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from exl3_plugin.checkpoint import read_checkpoint
-from exl3_plugin.quantize import store
+from exl3_plugin.quantize import cli, store
 
 BITS = 3.3
 
@@ -26,7 +27,7 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "exl3_plugin.quantize", *map(str, arguments)]
 
 
-def run(*arguments: object, code: int = 0) -> str:
+def run(*arguments: object) -> str:
     """Run the quantiser; returns what it printed, both streams."""
     import exl3_plugin
 
@@ -38,9 +39,15 @@ def run(*arguments: object, code: int = 0) -> str:
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    # Rich wraps at 80 columns where there is no terminal; the words matter.
-    return " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def refused(*arguments: object, code: int = 1) -> str:
+    """Run what must fail, in this process; returns what it said."""
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)))
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -166,9 +173,9 @@ def test_a_killed_conversion_continues_to_the_same_bytes(converted, source, tmp_
     # What a kill in the middle of a write leaves behind.
     (modules / "model.layers.1.mlp.up_proj.safetensors.new").write_bytes(b"half a file")
 
-    refused = run(source, out, "--bits", 4, "--self-calibration", 4, *COLUMNS, code=1)
-    assert "bits was 3.3, now 4.0" in refused
-    assert "--restart" in refused
+    said = refused(source, out, "--bits", 4, "--self-calibration", 4, *COLUMNS)
+    assert "bits was 3.3, now 4.0" in said
+    assert "--restart" in said
     continued = run(*arguments)
     assert "of 15 modules are done already" in continued
     assert files_of(out) == files_of(converted)
@@ -193,7 +200,7 @@ def test_text_calibration_shards_and_an_existing_output(source, tmp_path):
     assert config["quantization_config"]["calibration"] == {"rows": 3, "cols": 64}
 
     before = files_of(out)
-    assert "already holds a model" in run(source, out, "--bits", 8, code=1)
+    assert "already holds a model" in refused(source, out, "--bits", 8)
     assert files_of(out) == before
     # One file replaces the old shards.
     run(source, out, "--bits", 8, "--head-bits", 8, "--overwrite")
@@ -203,19 +210,19 @@ def test_text_calibration_shards_and_an_existing_output(source, tmp_path):
 
 def test_what_cannot_be_done_is_refused_before_anything_is_written(source, tmp_path):
     out = tmp_path / "out"
-    assert "does not exist" in run(tmp_path / "nowhere", out, "--bits", 4, code=1)
-    assert "same folder" in run(source, source, "--bits", 4, code=1)
-    assert "--head-bits 2.5 does not exist with codebook mcg" in run(
-        source, out, "--bits", 4, "--head-bits", 2.5, "--codebook", "mcg", code=1
+    assert "does not exist" in refused(tmp_path / "nowhere", out, "--bits", 4)
+    assert "same folder" in refused(source, source, "--bits", 4)
+    assert "--head-bits 2.5 does not exist with codebook mcg" in refused(
+        source, out, "--bits", 4, "--head-bits", 2.5, "--codebook", "mcg"
     )
-    assert "already quantised (exl3)" in run(_quantised(tmp_path), out, "--bits", 4, code=1)
+    assert "already quantised (exl3)" in refused(_quantised(tmp_path), out, "--bits", 4)
     assert not out.exists()
-    run(source, out, code=2)
-    run(source, out, "--bits", 9, code=2)
+    refused(source, out, code=2)
+    refused(source, out, "--bits", 9, code=2)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
-    assert "not empty" in run(source, foreign, "--bits", 4, code=1)
+    assert "not empty" in refused(source, foreign, "--bits", 4)
     assert [file.name for file in foreign.iterdir()] == ["notes.txt"]
 
 
@@ -235,20 +242,20 @@ def test_damaged_weights_are_named(source, tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(tensors, damaged / "model.safetensors")
-    said = run(damaged, tmp_path / "out", "--bits", 4, code=1)
+    said = refused(damaged, tmp_path / "out", "--bits", 4)
     assert "model.layers.0.mlp.down_proj.weight holds 1 values that are NaN" in said
     assert not (tmp_path / "out" / "config.json").exists()
 
     content = (source / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(content[: len(content) // 2])
-    said = run(damaged, tmp_path / "out2", "--bits", 4, code=1)
+    said = refused(damaged, tmp_path / "out2", "--bits", 4)
     assert "model.safetensors cannot be read (truncated?)" in said
 
 
 def test_short_calibration_text_is_refused(source, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("too short")
-    said = run(source, tmp_path / "out", "--bits", 4, "--calibration", text, code=1)
+    said = refused(source, tmp_path / "out", "--bits", 4, "--calibration", text)
     assert "has 9 tokens, fewer than one row of 1024" in said
 
 

@@ -31,8 +31,6 @@ struct Kernels {
                float* acc);
   // rotated[row * stride + 0..15] = sums of acc[row].
   void (*reduce)(const float* acc, int64_t rows, float* rotated, int64_t stride);
-  // One decoded tile, row-major.
-  void (*decode_row_major[3][17])(const uint16_t* tile, float* out);
 };
 
 inline constexpr int kAccFloats = 64;  // accumulators of one row and one tile column

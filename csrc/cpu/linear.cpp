@@ -6,6 +6,7 @@
 #include <new>
 
 #include "cpu/kernels.h"
+#include "format/windows.cuh"
 
 namespace exl3::cpu {
 
@@ -218,7 +219,7 @@ class LinearRun {
 bool rate_supported(int tile_words, int codebook) {
   if (codebook < 0 || codebook > 2 || tile_words < 0 || tile_words % 8 != 0) return false;
   const int half_bits = tile_words / 8;
-  return half_bits <= 16 && kernels_portable().gemv[codebook][half_bits] != nullptr;
+  return half_bits <= 16 && is_legal_rate(half_bits) && (half_bits % 2 == 0 || codebook == kMul1);
 }
 
 void linear(const LinearProblem& problem, const ForRange& for_range) {
@@ -226,7 +227,15 @@ void linear(const LinearProblem& problem, const ForRange& for_range) {
 }
 
 void decode_tile(const uint16_t* tile, int tile_words, int codebook, float* out) {
-  kernels().decode_row_major[codebook][tile_words / 8](tile, out);
+  float ordered[256];
+  kernels().decode[codebook][tile_words / 8](tile, 0, 1, ordered);
+  for (int q = 0; q < 4; ++q) {
+    for (int c = 0; c < 16; ++c) {
+      for (int s = 0; s < 4; ++s) {
+        out[16 * (2 * s + (q & 1) + 8 * (q >> 1)) + c] = ordered[64 * q + 4 * c + s];
+      }
+    }
+  }
 }
 
 }  // namespace exl3::cpu

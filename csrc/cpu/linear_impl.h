@@ -12,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "cpu/half.h"
 #include "cpu/kernels.h"
 #include "format/windows.cuh"
 
@@ -50,28 +51,40 @@ EXL3_INLINE typename V::F codebook_value(typename V::I window) {
   }
 }
 
-// The general form of a lane run: words gathered one lane at a time, windows cut with vector
-// shifts.
+// The ring bits of all 32 lanes of a tile, right-aligned: bit 0 of bits[0][lane] is the lane's
+// last.
+struct LaneBits {
+  alignas(64) uint32_t bits[3][exl3::kLanes];
+};
+
+// One function per rate, not inlined: it is most of the code of the narrower instruction sets.
+template <int kHalfBits>
+__attribute__((noinline)) void gather_lanes(const uint32_t* words, LaneBits& out) {
+  using R = Rate<kHalfBits>;
+  // Three words from the end of the tile in front, so that no index wraps around.
+  uint32_t ring[3 + R::words32];
+  std::memcpy(ring, words + R::words32 - 3, 3 * sizeof(uint32_t));
+  std::memcpy(ring + 3, words, sizeof(uint32_t) * R::words32);
+  for (int lane = 0; lane < exl3::kLanes; ++lane) {
+    const uint32_t* last = ring + 3 + R::lane_word(lane);
+    const int shift = R::lane_shift(lane);
+    for (int part = 0; part < 3; ++part) {
+      const uint64_t pair = static_cast<uint64_t>(last[-part - 1]) << 32 | last[-part];
+      out.bits[part][lane] = static_cast<uint32_t>(pair >> shift);
+    }
+  }
+}
+
+// The general form of a group of lanes: windows are cut with vector shifts.
 template <class V, int kHalfBits, int kGroup>
 struct GatheredRun {
   using R = Rate<kHalfBits>;
   typename V::I lo, hi, top;
 
-  static EXL3_INLINE GatheredRun read(const uint32_t* words) {
-    alignas(64) uint32_t part[3][V::kLanes];
-    unroll<V::kLanes>([&](auto lane_constant) {
-      constexpr int kLane = V::kLanes * kGroup + decltype(lane_constant)::value;
-      constexpr int kWord = R::lane_word(kLane) + R::words32, kShift = R::lane_shift(kLane);
-      const uint32_t w0 = words[kWord % R::words32], w1 = words[(kWord - 1) % R::words32],
-                     w2 = words[(kWord - 2) % R::words32], w3 = words[(kWord - 3) % R::words32];
-      const auto funnel = [](uint32_t low, uint32_t high) {
-        return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> kShift);
-      };
-      part[0][kLane % V::kLanes] = funnel(w0, w1);
-      part[1][kLane % V::kLanes] = funnel(w1, w2);
-      part[2][kLane % V::kLanes] = funnel(w2, w3);
-    });
-    return {V::load_bits(part[0]), V::load_bits(part[1]), V::load_bits(part[2])};
+  static EXL3_INLINE GatheredRun read(const LaneBits& lanes) {
+    constexpr int kFirst = V::kLanes * kGroup;
+    return {V::load_bits(lanes.bits[0] + kFirst), V::load_bits(lanes.bits[1] + kFirst),
+            V::load_bits(lanes.bits[2] + kFirst)};
   }
 
   template <int j>
@@ -95,8 +108,9 @@ struct GatheredRun {
 template <class V, int kHalfBits, int kCodebook, class Fn>
 EXL3_INLINE void for_each_vector(const uint16_t* tile, Fn&& fn) {
   const auto* words = reinterpret_cast<const uint32_t*>(tile);
-  unroll<32 / V::kLanes>([&](auto group) {
-    const auto run = V::template read_run<kHalfBits, decltype(group)::value>(words);
+  const auto source = V::template open_tile<kHalfBits>(words);
+  unroll<exl3::kLanes / V::kLanes>([&](auto group) {
+    const auto run = V::template read_run<kHalfBits, decltype(group)::value>(source);
     unroll<8>([&](auto j) {
       fn(group, j, codebook_value<V, kCodebook>(run.template window<decltype(j)::value>()));
     });
@@ -159,18 +173,6 @@ void decode(const uint16_t* trellis, int64_t row_words, int64_t k_tiles, float* 
           V::store(panel + (kJ & 3) * kAccFloats + kIndex * V::kLanes, w);
         });
   }
-}
-
-template <class V, int kHalfBits, int kCodebook>
-void decode_row_major(const uint16_t* tile, float* out) {
-  alignas(64) float values[V::kLanes];
-  for_each_vector<V, kHalfBits, kCodebook>(tile, [&](auto group, auto j, typename V::F w) {
-    V::store(values, w);
-    for (int i = 0; i < V::kLanes; ++i) {
-      const int t = V::kLanes * group + i;
-      out[16 * (2 * (t & 3) + (j & 1) + 8 * ((j >> 1) & 1)) + (t >> 2) + 8 * (j >> 2)] = values[i];
-    }
-  });
 }
 
 template <class V, int kRows>
@@ -280,7 +282,7 @@ void transform_in(const void* x, Dtype dtype, int begin, int end, const uint16_t
 
 EXL3_INLINE float element_as_float(const void* data, Dtype dtype, int64_t i) {
   if (dtype == Dtype::kFloat32) return static_cast<const float*>(data)[i];
-  if (dtype == Dtype::kFloat16) return static_cast<float>(static_cast<const _Float16*>(data)[i]);
+  if (dtype == Dtype::kFloat16) return static_cast<float>(static_cast<const Half*>(data)[i]);
   const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16;
   float value;
   std::memcpy(&value, &bits, 4);
@@ -316,7 +318,7 @@ void transform_out(const float* rotated, const uint16_t* svh, const void* bias, 
       break;
     case Dtype::kFloat16:
       for (int i = begin; i < end; ++i) {
-        static_cast<_Float16*>(y)[i - begin] = static_cast<_Float16>(out[i]);
+        static_cast<Half*>(y)[i - begin] = static_cast<Half>(out[i]);
       }
       break;
     case Dtype::kBfloat16:
@@ -331,7 +333,6 @@ template <class V, int kHalfBits, int kCodebook>
 void add_rate(Kernels& table) {
   table.gemv[kCodebook][kHalfBits] = &gemv<V, kHalfBits, kCodebook>;
   table.decode[kCodebook][kHalfBits] = &decode<V, kHalfBits, kCodebook>;
-  table.decode_row_major[kCodebook][kHalfBits] = &decode_row_major<V, kHalfBits, kCodebook>;
 }
 
 template <class V>

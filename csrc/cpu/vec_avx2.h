@@ -10,8 +10,11 @@
 namespace exl3::cpu {
 namespace {
 
+struct LaneBits;
 template <class V, int kHalfBits, int kGroup>
 struct GatheredRun;
+template <int kHalfBits>
+void gather_lanes(const uint32_t* words, LaneBits& out);
 
 struct Avx2 {
   using F = __m256;
@@ -89,9 +92,15 @@ struct Avx2 {
   static F high_half(I p) { return masked_half(_mm256_srai_epi32(p, 3)); }
   static F low_half(I p) { return masked_half(_mm256_srai_epi32(_mm256_slli_epi32(p, 16), 3)); }
 
+  template <int kHalfBits, class Bits = LaneBits>
+  static Bits open_tile(const uint32_t* words) {
+    Bits lanes;
+    gather_lanes<kHalfBits>(words, lanes);
+    return lanes;
+  }
   template <int kHalfBits, int kGroup>
-  static auto read_run(const uint32_t* words) {
-    return GatheredRun<Avx2, kHalfBits, kGroup>::read(words);
+  static auto read_run(const LaneBits& lanes) {
+    return GatheredRun<Avx2, kHalfBits, kGroup>::read(lanes);
   }
 
  private:

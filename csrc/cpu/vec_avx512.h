@@ -78,6 +78,10 @@ struct Avx512 {
   static F high_half(I p) { return masked_half(_mm512_srai_epi32(p, 3)); }
   static F low_half(I p) { return masked_half(_mm512_srai_epi32(_mm512_slli_epi32(p, 16), 3)); }
 
+  template <int kHalfBits>
+  static const uint32_t* open_tile(const uint32_t* words) {
+    return words;
+  }
   template <int kHalfBits, int kGroup>
   static Avx512Run<kHalfBits, kGroup> read_run(const uint32_t* words) {
     return Avx512Run<kHalfBits, kGroup>::read(words);

@@ -10,8 +10,11 @@
 namespace exl3::cpu {
 namespace {
 
+struct LaneBits;
 template <class V, int kHalfBits, int kGroup>
 struct GatheredRun;
+template <int kHalfBits>
+void gather_lanes(const uint32_t* words, LaneBits& out);
 
 struct Neon {
   using F = float32x4_t;
@@ -75,9 +78,15 @@ struct Neon {
   static F high_half(I p) { return masked_half(p); }
   static F low_half(I p) { return masked_half(vshlq_n_u32(p, 16)); }
 
+  template <int kHalfBits, class Bits = LaneBits>
+  static Bits open_tile(const uint32_t* words) {
+    Bits lanes;
+    gather_lanes<kHalfBits>(words, lanes);
+    return lanes;
+  }
   template <int kHalfBits, int kGroup>
-  static auto read_run(const uint32_t* words) {
-    return GatheredRun<Neon, kHalfBits, kGroup>::read(words);
+  static auto read_run(const LaneBits& lanes) {
+    return GatheredRun<Neon, kHalfBits, kGroup>::read(lanes);
   }
 
  private:

@@ -6,13 +6,17 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/half.h"
 #include "cpu/products.h"
 
 namespace exl3::cpu {
 namespace {
 
+struct LaneBits;
 template <class V, int kHalfBits, int kGroup>
 struct GatheredRun;
+template <int kHalfBits>
+void gather_lanes(const uint32_t* words, LaneBits& out);
 
 struct Portable {
   using F = std::array<float, 4>;
@@ -42,7 +46,7 @@ struct Portable {
   static F quad(const float* p) { return load(p); }
 
   static F load_half(const uint16_t* p) {
-    _Float16 half[4];
+    Half half[4];
     std::memcpy(half, p, sizeof(half));
     return each<F>([&](int i) { return static_cast<float>(half[i]); });
   }
@@ -86,9 +90,15 @@ struct Portable {
   static F high_half(I p) { return masked_half(p); }
   static F low_half(I p) { return masked_half(shift_left<16>(p)); }
 
+  template <int kHalfBits, class Bits = LaneBits>
+  static Bits open_tile(const uint32_t* words) {
+    Bits lanes;
+    gather_lanes<kHalfBits>(words, lanes);
+    return lanes;
+  }
   template <int kHalfBits, int kGroup>
-  static auto read_run(const uint32_t* words) {
-    return GatheredRun<Portable, kHalfBits, kGroup>::read(words);
+  static auto read_run(const LaneBits& lanes) {
+    return GatheredRun<Portable, kHalfBits, kGroup>::read(lanes);
   }
 
  private:

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/half.h"
 #include "cpu/linear.h"
 
 namespace {
@@ -140,15 +141,15 @@ Tensor reconstruct(const Tensor trellis, int64_t codebook) {
                   " words a tile");
   Tensor out = torch::stable::new_empty(trellis, {k_tiles * 16, n_tiles * 16}, ScalarType::Half);
   const auto* words = static_cast<const uint16_t*>(trellis.const_data_ptr());
-  auto* values = static_cast<_Float16*>(out.mutable_data_ptr());
+  auto* values = static_cast<exl3::cpu::Half*>(out.mutable_data_ptr());
   torch::stable::parallel_for(0, k_tiles * n_tiles, 256, [&](int64_t begin, int64_t end) {
     alignas(64) float tile[256];
     for (int64_t i = begin; i < end; ++i) {
       exl3::cpu::decode_tile(words + i * tile_words, tile_words, static_cast<int>(codebook), tile);
-      _Float16* corner = values + i / n_tiles * 16 * n_tiles * 16 + i % n_tiles * 16;
+      exl3::cpu::Half* corner = values + i / n_tiles * 16 * n_tiles * 16 + i % n_tiles * 16;
       for (int r = 0; r < 16; ++r) {
         for (int c = 0; c < 16; ++c) {
-          corner[r * n_tiles * 16 + c] = static_cast<_Float16>(tile[16 * r + c]);
+          corner[r * n_tiles * 16 + c] = static_cast<exl3::cpu::Half>(tile[16 * r + c]);
         }
       }
     }

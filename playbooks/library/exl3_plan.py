@@ -56,7 +56,7 @@ def main() -> None:
     )
     given = module.params
     store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
-    instance, name = given["instance"], given["instance"]["name"]
+    name = given["instance"]["name"]
     command = preflight.planner(venv)
     if command is None:
         if module.check_mode:
@@ -64,8 +64,9 @@ def main() -> None:
                 changed=True, plan={}, instance=name, msg="planned once the venv is there"
             )
         module.fail_json(msg=f"{venv} cannot plan: deploy the venv first (--tags venv).")
-    arguments = preflight.plan_arguments(instance, given["bind_address"], store, venv)
     try:
+        instance = preflight.completed(given["instance"])
+        arguments = preflight.plan_arguments(instance, given["bind_address"], store, venv)
         plan = preflight.run_planner(command, checkout, arguments)
     except HostError as error:
         module.fail_json(msg=str(error))

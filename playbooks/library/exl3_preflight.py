@@ -51,12 +51,13 @@ def main() -> None:
     given = module.params
     store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
     try:
-        preflight.check_instances(given["instances"])
-        for instance in given["instances"]:
+        instances = [preflight.completed(one) for one in given["instances"]]
+        preflight.check_instances(instances)
+        for instance in instances:
             preflight.check_port(instance, given["bind_address"], store)
         preflight.check_disk(venv)
         command = preflight.planner(venv)
-        for instance in given["instances"] if command else []:
+        for instance in instances if command else []:
             preflight.run_planner(
                 command,
                 checkout,

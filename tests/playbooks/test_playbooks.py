@@ -97,6 +97,7 @@ class Site:
             site / "exl3_fleet-0.dist-info",
         ):
             part.mkdir(parents=True)
+        (self.venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}\n")
         (bin_folder / "python").symlink_to(sys.executable)
         (bin_folder / "vllm").write_text(f"#!{sys.executable}\n" + SMALL_SERVER.read_text())
         (bin_folder / "vllm").chmod(0o755)

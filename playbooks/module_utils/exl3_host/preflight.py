@@ -16,7 +16,19 @@ from .spec import Paths, own_pids, read_json
 
 GIB = 1 << 30
 VENV_GIB = 5.0
+DEFAULT_PORT = 8000
 OPTIONS = ("profile", "port", "host", "api_key_file", "max_model_len", "kv_cache_gib", "pinning")
+
+
+def completed(instance: dict) -> dict:
+    """An entry of exl3_instances with its default port; `-e` hands numbers over as text."""
+    try:
+        port = int(instance.get("port") or DEFAULT_PORT)
+    except ValueError:
+        raise HostError(
+            f"'{instance['port']}' is no port.", "Give a number from 1 to 65535."
+        ) from None
+    return {**instance, "port": port}
 
 
 def check_instances(instances: list[dict]) -> None:

@@ -1,0 +1,92 @@
+"""What holds for every role and module: names, defaults, specifications, documentation."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+PLAYBOOKS = Path(__file__).resolve().parents[2] / "playbooks"
+ROLES = sorted(path.name for path in (PLAYBOOKS / "roles").iterdir())
+MODULES = sorted(path.stem for path in (PLAYBOOKS / "library").glob("*.py"))
+
+
+def load(role: str, part: str) -> dict:
+    return yaml.safe_load((PLAYBOOKS / "roles" / role / part).read_text()) or {}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_defaults_and_specification_agree(role):
+    defaults = load(role, "defaults/main.yml")
+    options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    assert {name: option["default"] for name, option in options.items()} == defaults
+    assert all(option["description"] for option in options.values())
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_variables_have_the_prefix_of_their_role(role):
+    names = set(load(role, "defaults/main.yml"))
+    for task in load(role, "tasks/main.yml"):
+        names |= {task["register"]} if "register" in task else set()
+        names |= {task["loop_control"]["loop_var"]} if "loop_control" in task else set()
+    assert [name for name in names if not name.startswith(f"{role}_")] == []
+
+
+@pytest.mark.parametrize("play", sorted(PLAYBOOKS.glob("*.yml")), ids=lambda path: path.name)
+def test_playbooks_hold_roles_and_nothing_else(play):
+    for one in yaml.safe_load(play.read_text()):
+        assert set(one) <= {"name", "hosts", "gather_facts", "roles", "serial"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_document_exactly_their_options(module):
+    path = PLAYBOOKS / "library" / f"{module}.py"
+    tree = ast.parse(path.read_text())
+    texts = {
+        node.targets[0].id: yaml.safe_load(node.value.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    documented = texts["DOCUMENTATION"]
+    assert documented["module"] == module and texts["EXAMPLES"] and texts["RETURN"]
+    call = next(
+        keyword.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "AnsibleModule"
+        for keyword in node.keywords
+        if keyword.arg == "argument_spec"
+    )
+    assert {key.value for key in call.keys} == set(documented["options"])
+
+
+def test_what_runs_on_a_host_needs_the_standard_library_alone():
+    """Ansible carries these files to hosts that have a bare Python."""
+    carried = ["venv", "store", "service", "spec", "status", "wait", "hints", "supervisor"]
+    carried += ["systemd", "procs", "preflight", "repairs", "errors"]
+    for name in carried:
+        tree = ast.parse((PLAYBOOKS / "module_utils" / "exl3_host" / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                roots = [node.module.split(".")[0]]
+            elif isinstance(node, ast.Import):
+                roots = [alias.name.split(".")[0] for alias in node.names]
+            else:
+                continue
+            for root in roots:
+                assert root in sys.stdlib_module_names, f"{name}.py imports {root}"
+
+
+def test_supervisor_stands_alone():
+    """It is copied beside the service that it runs, and started by path."""
+    text = (PLAYBOOKS / "module_utils" / "exl3_host" / "supervisor.py").read_text()
+    assert not re.search(r"^from \.", text, re.M)
+
+
+def test_no_task_uses_a_shell():
+    words = ("shell", "command", "raw", "script")
+    for path in PLAYBOOKS.rglob("tasks/*.yml"):
+        for task in yaml.safe_load(path.read_text()):
+            used = {key.removeprefix("ansible.builtin.") for key in task}
+            assert used.isdisjoint(words), f"{path}: {task['name']}"

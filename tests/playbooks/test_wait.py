@@ -1,0 +1,62 @@
+"""Reasons found in logs. The log lines are what vLLM 0.32 prints."""
+
+import re
+
+import pytest
+from exl3_host import hints
+
+ENGINE_LOG = """\
+[exl3 2026-01-01 10:00:00] start 1: ["vllm"]
+(APIServer pid=11) INFO 01-01 10:00:09 [utils.py:253] non-default args: {}
+(Core pid=12) ERROR 01-01 10:00:20 [core.py:9] EngineCore failed to start.
+(Core pid=12) ERROR 01-01 10:00:20 [core.py:9] Traceback (most recent call last):
+(Core pid=12) ERROR 01-01 10:00:20 [core.py:9]   File "core.py", line 1, in run
+(Core pid=12) ERROR 01-01 10:00:20 [core.py:9] ValueError: No available memory for the cache blocks.
+(APIServer pid=11) Traceback (most recent call last):
+(APIServer pid=11) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+CONFIG_LOG = """\
+(APIServer pid=11) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+(APIServer pid=11)   Value error, Unknown quantization method: exl3. Must be one of ['awq'].
+"""
+
+
+def test_first_exception_is_the_root_cause():
+    found = hints.first_exception(ENGINE_LOG.splitlines())
+    assert found == "ValueError: No available memory for the cache blocks."
+    assert hints.match(ENGINE_LOG.splitlines()).id == "no-cache-blocks"
+
+
+def test_exception_whose_message_comes_on_the_next_line():
+    found = hints.first_exception(CONFIG_LOG.splitlines())
+    assert found.endswith("Unknown quantization method: exl3. Must be one of ['awq'].")
+    assert hints.match(CONFIG_LOG.splitlines()).id == "plugin-missing"
+
+
+def test_only_the_last_start_counts():
+    again = ENGINE_LOG + '[exl3 2026-01-01 10:05:00] start 2: ["vllm"]\nfine\n'
+    lines = hints.last_start(again.splitlines())
+    assert len(lines) == 2 and hints.first_exception(lines) is None
+
+
+def test_prose_about_errors_is_no_exception():
+    lines = ["INFO 01-01 10:00:09 [a.py:1] Error handling is on", "No error", "  raise ValueError"]
+    assert hints.first_exception(lines) is None
+
+
+def test_every_hint_is_in_the_documentation(checkout):
+    text = (checkout / "docs" / "troubleshooting.md").read_text()
+    plain = " ".join(text.split())
+    for hint in hints.HINTS:
+        assert hint.cause in plain and hint.fix in plain, hint.id
+
+
+@pytest.mark.parametrize("hint", hints.HINTS, ids=lambda hint: hint.id)
+def test_hints_compile_and_are_sentences(hint):
+    re.compile(hint.pattern)
+    assert hint.cause.endswith(".") and hint.fix.endswith(".")
+
+
+def test_hint_ids_are_unique():
+    names = [hint.id for hint in hints.HINTS]
+    assert len(names) == len(set(names))

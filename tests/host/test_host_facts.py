@@ -163,6 +163,20 @@ def test_cgroup_v1_limit_also_inside_a_container(tmp_path: Path, mounted: bool) 
     assert memory["available_bytes"] == 4 * GIB
 
 
+def test_a_cgroup_outside_the_namespace_is_not_looked_for(tmp_path: Path) -> None:
+    memory = _memory_with(
+        tmp_path,
+        "0::/../elsewhere\n",
+        {
+            "sys/fs/cgroup/cgroup.controllers": "memory",
+            "sys/fs/elsewhere/memory.max": str(GIB),
+            "sys/fs/cgroup/memory.max": str(7 * GIB),
+            "sys/fs/cgroup/memory.current": "0",
+        },
+    )
+    assert memory["cgroup_limit_bytes"] == 7 * GIB
+
+
 @pytest.mark.parametrize("text", ["max", "9223372036854771712"])
 def test_no_limit_is_no_limit(tmp_path: Path, text: str) -> None:
     memory = _memory_with(

@@ -304,8 +304,8 @@ def _status_list(root: Path, name: str) -> list[int] | None:
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
     """This process's cgroup folder and those above it, innermost first; v2 before v1.
 
-    Inside a container the path in proc/self/cgroup may name a folder of the host that is not
-    mounted here; then the mount's root is what applies.
+    Inside a container the path in proc/self/cgroup may name folders of the host that are not
+    mounted here; they read as absent, and the mount's root is what applies.
     """
     base = root / "sys/fs/cgroup"
     out: list[Path] = []
@@ -320,9 +320,8 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
             top = base / controller
         else:
             continue
-        folder = top / place.lstrip("/")
-        if not folder.is_dir():
-            folder = top
+        # A path with `..` leaves the cgroup namespace; what lies outside cannot be seen from here.
+        folder = top if ".." in place.split("/") else top / place.lstrip("/")
         while True:
             out.append(folder)
             if folder == top:

@@ -17,7 +17,10 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from exl3_plugin.checkpoint import Checkpoint, CheckpointError, Module, read_checkpoint
 from exl3_plugin.shards import check_tensor_parallel
@@ -137,7 +140,7 @@ class Exl3Config(QuantizationConfig):
         """The method for one layer; None leaves vLLM's own unquantised one in place."""
         from vllm.model_executor.layers.fused_moe import RoutedExperts
 
-        from exl3_plugin.head import Exl3HeadMethod
+        from exl3_plugin.head import Exl3HeadMethod, LookupOnlyMethod
         from exl3_plugin.linear import Exl3LinearMethod
 
         self._prepare()
@@ -157,6 +160,8 @@ class Exl3Config(QuantizationConfig):
             return (
                 Exl3HeadMethod(self, prefix, module) if module and module.kind == "exl3" else None
             )
+        if isinstance(layer, VocabParallelEmbedding):
+            return LookupOnlyMethod()
         if isinstance(layer, RoutedExperts):
             refuse_routed_experts(self.checkpoint)
         return None
@@ -170,12 +175,16 @@ class Exl3Config(QuantizationConfig):
                 "vLLM did not say where the EXL3 checkpoint is before building the model; "
                 "exl3_plugin needs vllm 0.32 or later"
             )
-        from vllm.distributed import get_tensor_model_parallel_world_size
+        from vllm.distributed import (
+            get_tensor_model_parallel_world_size,
+            model_parallel_is_initialized,
+        )
 
         from exl3_plugin.audit import install_audit
         from exl3_plugin.head import install_head
 
-        check_tensor_parallel(self.checkpoint, get_tensor_model_parallel_world_size())
+        if model_parallel_is_initialized():
+            check_tensor_parallel(self.checkpoint, get_tensor_model_parallel_world_size())
         install_head()
         install_audit()
         self._prepared = True

@@ -16,7 +16,10 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from exl3_plugin import loading
 from exl3_plugin.format import BLOCK
@@ -74,6 +77,24 @@ class Exl3HeadMethod(QuantizeMethodBase):
         """A stored head wins over a config that still says the embeddings are tied."""
         logger.info("%s is stored; tie_word_embeddings is ignored", self.prefix)
         return layer
+
+
+class LookupOnlyMethod(UnquantizedEmbeddingMethod):
+    """A plain embedding beside an EXL3 head: rows are looked up, never multiplied with.
+
+    vLLM's method packs every embedding a second time for matrix products on a CPU, in case it is
+    also the head. Here that copy is made only if somebody does multiply with it.
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not hasattr(layer, "cpu_linear"):
+            super().process_weights_after_loading(layer)
+        return super().apply(layer, x, bias)
 
 
 class Exl3ParallelLMHead(ParallelLMHead):

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    QKVParallelLinear,
+    ReplicatedLinear,
+)
 
 from exl3_plugin import loading
 from exl3_plugin.shards import lay_out
@@ -50,7 +54,8 @@ class Exl3LinearMethod(LinearMethodBase):
         vLLM's own loader (in `extra_weight_attrs`) is not used: it narrows tensors at places where
         a 128-block may not be cut.
         """
-        tp_size = getattr(layer, "tp_size", 1)
+        whole = isinstance(layer, ReplicatedLinear)
+        tp_rank, tp_size = (0, 1) if whole else (layer.tp_rank, layer.tp_size)
         replicas = None
         if isinstance(layer, QKVParallelLinear):
             shared = layer.num_kv_head_replicas
@@ -63,7 +68,7 @@ class Exl3LinearMethod(LinearMethodBase):
             partition_sizes=output_partition_sizes,
             input_size=input_size,
             input_size_per_rank=input_size_per_partition,
-            tp_rank=getattr(layer, "tp_rank", 0),
+            tp_rank=tp_rank,
             tp_size=tp_size,
             replicas=replicas,
         )

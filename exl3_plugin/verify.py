@@ -152,7 +152,7 @@ def read_golden(path: Path, prompts: list[int] | None = None) -> list[Golden]:
     return golden
 
 
-def _use(device: str | None, ranks: int) -> str:
+def settle_environment(device: str | None, ranks: int) -> str:
     """Settle the environment that vLLM reads, and the device; the caller's own settings win."""
     settings = {
         "HF_HUB_OFFLINE": "1",
@@ -192,7 +192,7 @@ def score(
 
     Raises what vLLM raises where it refuses the checkpoint.
     """
-    _use(device, ranks)
+    settle_environment(device, ranks)
     from vllm import LLM, SamplingParams
 
     longest = max(len(prompt.ids) for prompt in golden)
@@ -252,7 +252,7 @@ def compare(golden: list[Golden], scored: list[Scored]) -> dict[str, float | int
 
 
 @contextmanager
-def _only_result_on_stdout():
+def only_result_on_stdout():
     """Send file descriptor 1 to stderr, child processes included; yields the real stdout."""
     sys.stdout.flush()
     real = os.fdopen(os.dup(1), "w")
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.tensor_parallel_size < 1:
         parser.error("--tensor-parallel-size must be at least 1")
 
-    with _only_result_on_stdout() as out:
+    with only_result_on_stdout() as out:
         try:
             golden = read_golden(options.golden, options.prompt)
             check_tensor_parallel(read_checkpoint(options.model), options.tensor_parallel_size)

@@ -78,17 +78,12 @@ class SmallLlama:
     def golden(self, file: Path, prompts: list[np.ndarray]) -> Path:
         """Write what the dense twin says to the prompts, in golden.npz's layout."""
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = {k: v for k, v in self.config.items() if k not in ("quantization_config", "dtype")}
-        model = LlamaForCausalLM(LlamaConfig(**config | {"tie_word_embeddings": False})).float()
-        weights = {name: torch.from_numpy(w).float() for name, w in self.dense.items()}
-        unmatched = model.load_state_dict(weights, strict=False)
-        assert not unmatched.unexpected_keys and not unmatched.missing_keys, unmatched
+        model = llama_twin(self.config, self.dense)
         arrays = {}
         for i, ids in enumerate(prompts):
             with torch.inference_mode():
-                logits = model.eval()(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+                logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
             lp = logits.double().log_softmax(-1)
             top = lp.topk(16)
             nll = -lp[:-1].gather(1, torch.from_numpy(ids[1:, None].astype(np.int64))).mean()
@@ -102,13 +97,52 @@ class SmallLlama:
         return file
 
 
+def llama_twin(config: dict, dense: dict[str, np.ndarray]):
+    """transformers' own Llama in float32 with the weights given, by their checkpoint names."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    own = {key: v for key, v in config.items() if key not in ("quantization_config", "dtype")}
+    model = LlamaForCausalLM(LlamaConfig(**own | {"tie_word_embeddings": False})).float()
+    weights = {name: torch.as_tensor(w).float() for name, w in dense.items()}
+    unmatched = model.load_state_dict(weights, strict=False)
+    assert not unmatched.unexpected_keys and not unmatched.missing_keys, unmatched
+    return model.eval()
+
+
+def dense_twin(checkpoint):
+    """The twin of a checkpoint on disk: every EXL3 module decoded by the numpy oracle."""
+    from safetensors import safe_open
+
+    dense = {}
+    with safe_open(checkpoint.path / "model.safetensors", "pt") as file:
+        for name, module in checkpoint.modules.items():
+            tensors = {s: file.get_tensor(f"{name}.{s}") for s in module.tensors}
+            if module.kind == "exl3":
+                parts = [tensors[s].numpy() for s in ("trellis", "suh", "svh")]
+                weight = exl3.dense_weight(*parts, module.codebook)
+                tensors = {"weight": weight.T.astype(np.float32)}
+            dense |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    return llama_twin(checkpoint.config, dense)
+
+
+def top_logprobs(model, ids: np.ndarray, top_ids: np.ndarray) -> np.ndarray:
+    """Log probabilities [T, 16] that a twin gives the tokens `top_ids` [T, 16]."""
+    import torch
+
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+        wanted = torch.from_numpy(top_ids.astype(np.int64))
+        return logits.double().log_softmax(-1).gather(1, wanted).numpy()
+
+
 def awkward_llama(seed: int = 0) -> SmallLlama:
     """Every storage a dense Llama can come in, in one checkpoint.
 
     Hidden 192, intermediate 320 and the single 64-wide key/value head are not multiples of 128, so
-    they are stored padded, and at tensor parallel size 2 rows and columns are cut inside blocks; the
-    vocabulary of 384 leaves half a block on every rank. Fused layers mix bits, codebooks, legacy
-    signs and a plain member; attention has biases; config.json still claims tied embeddings.
+    they are stored padded, and at tensor parallel size 2 rows and columns are cut inside blocks;
+    the vocabulary of 384 leaves half a block on every rank. Fused layers mix bits, codebooks,
+    legacy signs and a plain member; attention has biases; config.json still claims tied embeddings.
     """
     rng = np.random.default_rng(seed)
     hidden, heads, head_dim, wide, vocab, layers = 192, 4, 64, 320, 384, 2
@@ -143,7 +177,7 @@ def awkward_llama(seed: int = 0) -> SmallLlama:
             f"{attention}.v_proj": (plain_linear if i == 0 else _v_proj)(rng, hidden, head_dim),
             f"{attention}.o_proj": exl3_linear(rng, heads * head_dim, hidden, "mul1", 1.5),
             f"{mlp}.gate_proj": exl3_linear(rng, hidden, wide, "mul1", 2.5),
-            f"{mlp}.up_proj": exl3_linear(rng, hidden, wide, "3inst", 3),
+            f"{mlp}.up_proj": exl3_linear(rng, hidden, wide, "3inst", 3, legacy=i == 1),
             f"{mlp}.down_proj": exl3_linear(rng, wide, hidden, "mcg", 8),
         }
     stored = {f"{m}.{s}": t for m, linear in linears.items() for s, t in linear.tensors.items()}

@@ -30,12 +30,16 @@ def as_module(name, stored):
                stored.tensors.items()}  # fmt: skip
     if "trellis" not in stored.tensors:
         n, k = stored.tensors["weight"].shape
-        return SimpleNamespace(name=name, kind="plain", k=k, n=n, tensors=tensors)
+        return SimpleNamespace(
+            name=name, kind="plain", k=k, n=n, k_true=None, n_true=None, tensors=tensors
+        )
     shape = stored.tensors["trellis"].shape
     codebook = next((c for c in ("mcg", "mul1") if c in stored.tensors), "3inst")
+    k, n = 16 * shape[0], 16 * shape[1]
     return SimpleNamespace(
-        name=name, kind="exl3", k=16 * shape[0], n=16 * shape[1], codebook=codebook, tensors=tensors
-    )
+        name=name, kind="exl3", k=k, n=n, k_true=None, n_true=None, codebook=codebook,
+        tensors=tensors,
+    )  # fmt: skip
 
 
 def run_rank(stored, shard_ids, x, *, sizes, k, k_rank, rank, tp, replicas=None, dtype=None):
@@ -194,6 +198,75 @@ def test_head_ranks_make_the_whole_vocabulary(vocab):
     assert (logits[:, stored:] == 0).all()
 
 
+def test_mla_can_ask_for_the_dense_weight():
+    """vLLM's MLA finds `kv_b_proj` by an attribute `qweight` and multiplies with an identity."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        get_and_maybe_dequant_weights,
+    )
+
+    rng = np.random.default_rng(9)
+    stored = exl3_linear(rng, 256, 192, "mcg", 5)
+    _, layer = run_rank([stored], [None], rng.standard_normal((1, 256)), sizes=[192], k=256,
+                        k_rank=256, rank=0, tp=1)  # fmt: skip
+    assert layer.qweight is layer.trellis and not hasattr(layer, "weight")
+    layer.quant_method = Exl3LinearMethod(None, "layer", layer.exl3.modules)
+    layer.input_size_per_partition = 256
+    close(get_and_maybe_dequant_weights(layer).double().numpy(), stored.dense.T)
+
+
+def test_vllm_layers_of_every_kind(tmp_path):
+    """Built by vLLM's own classes: what they tell a quantisation method is enough to cut by."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+    from vllm.model_executor.layers import linear
+
+    from exl3_plugin.config import Exl3Config
+
+    rng = np.random.default_rng(10)
+    sizes = {"one": (192, 320), "down": (320, 192), "q_proj": (192, 256), "k_proj": (192, 64),
+             "v_proj": (192, 64), "gate_proj": (192, 320), "up_proj": (192, 320)}  # fmt: skip
+    stored = {name: exl3_linear(rng, k, n, "mul1", 4) for name, (k, n) in sizes.items()}
+    config = Exl3Config()
+    config.checkpoint = SimpleNamespace(
+        config={}, path=tmp_path, modules={name: as_module(name, s) for name, s in stored.items()}
+    )
+    config.aliases = {name: name for name in stored}
+    x = rng.standard_normal((ROWS, 320))
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+        arguments = {"bias": False, "quant_config": config, "return_bias": False}
+        layers = {
+            ("one",): linear.ReplicatedLinear(192, 320, prefix="one", **arguments),
+            ("one", "again"): linear.ColumnParallelLinear(192, 320, prefix="one", **arguments),
+            ("down",): linear.RowParallelLinear(320, 192, prefix="down", **arguments),
+            ("q_proj", "k_proj", "v_proj"): linear.QKVParallelLinear(
+                192, 64, 4, 1, prefix="qkv_proj", **arguments
+            ),
+            ("gate_proj", "up_proj"): linear.MergedColumnParallelLinear(
+                192, [320, 320], prefix="gate_up_proj", **arguments
+            ),
+        }
+    for names, layer in layers.items():
+        members = [name for name in names if name in stored]
+        shards = ("q", "k", "v") if len(members) == 3 else (0, 1) if len(members) == 2 else (None,)
+        for name, shard in zip(members, shards):
+            for suffix, tensor in stored[name].tensors.items():
+                param = getattr(layer, suffix)
+                param.weight_loader(param, torch.from_numpy(np.asarray(tensor)), shard)
+        layer.quant_method.process_weights_after_loading(layer)
+        k = stored[members[0]].dense.shape[0]
+        out = layer(torch.from_numpy(x[:, :k]).float()).double().numpy()
+        close(out, np.concatenate([x[:, :k] @ stored[name].dense for name in members], 1))
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
 def test_apply_compiles_without_graph_breaks():
     rng = np.random.default_rng(6)
     members = [exl3_linear(rng, 128, 128, "mul1", 4), plain_linear(rng, 128, 64)]
@@ -214,11 +287,11 @@ def test_covering():
 
 def test_sizes_that_contradict_the_model_are_named():
     member = Member("model.layers.3.mlp.down_proj", "exl3", k=640, n=256, words=64)
-    facts = dict(partition_sizes=[256], tp_rank=0, tp_size=1)
+    facts = {"partition_sizes": [256], "tp_rank": 0, "tp_size": 1}
     with pytest.raises(ShardingError, match=r"layers\.3\.mlp\.down_proj stores 640 input rows"):
         lay_out("down", [member], input_size=512, input_size_per_rank=512, **facts)
     facts["partition_sizes"] = [512]
-    with pytest.raises(ShardingError, match="stores 256 output columns.*expects 512"):
+    with pytest.raises(ShardingError, match=r"stores 256 output columns.*expects 512"):
         lay_out("down", [member], input_size=640, input_size_per_rank=640, **facts)
 
 
@@ -277,5 +350,5 @@ def test_a_tensor_parallel_size_that_cannot_work_names_tensor_size_and_what_woul
     text = str(error.value)
     assert text.startswith("model.layers.0.mlp.gate_proj: 642 output columns")
     assert "among 4 ranks" in text and text.endswith("checkpoint: 1, 2")
-    with pytest.raises(ShardingError, match="q_proj: 8 attention heads.* 3 ranks"):
+    with pytest.raises(ShardingError, match=r"q_proj: 8 attention heads.* 3 ranks"):
         check_tensor_parallel(checkpoint_of(8, 2, 640), 3)

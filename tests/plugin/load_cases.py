@@ -1,0 +1,97 @@
+"""Run as a program: loads checkpoints with vLLM's own loader, without an engine, in one process.
+
+stdin: a JSON list of checkpoint folders; on stdout, one JSON line a folder: `error` (None where it
+loaded), `log` (what the plugin logged), `parameters` (name -> [dtype, elements]), `bytes` of all
+parameters, and `grown_bytes`, by how much loading made the process's own memory grow (file-mapped
+pages of the checkpoint are not counted: the kernel may drop them at any time).
+"""
+
+import gc
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from exl3_plugin import verify
+
+
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def load(folder: str) -> dict:
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+
+    kept = Kept()
+    logger = logging.getLogger("vllm.exl3")
+    found = {"error": None, "log": kept.lines, "parameters": {}, "bytes": 0, "grown_bytes": 0}
+    try:
+        arguments = EngineArgs(
+            folder, enforce_eager=True, skip_tokenizer_init=True, max_model_len=64
+        )
+        config = arguments.create_engine_config()
+        logger.addHandler(kept)
+        with set_current_vllm_config(config):
+            one_rank()
+            before = anonymous_bytes()
+            loader = get_model_loader(config.load_config)
+            model = loader.load_model(vllm_config=config, model_config=config.model_config)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    else:
+        found["grown_bytes"] = anonymous_bytes() - before
+        storages = {}
+        for name, tensor in model.named_parameters():
+            found["parameters"][name] = [str(tensor.dtype), tensor.numel()]
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        found["bytes"] = sum(storages.values())
+    logger.removeHandler(kept)
+    return found
+
+
+def anonymous_bytes() -> int:
+    gc.collect()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    raise OSError("/proc/self/status has no RssAnon")
+
+
+def one_rank() -> None:
+    from vllm.distributed import (
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+        model_parallel_is_initialized,
+    )
+    from vllm.utils.network_utils import get_open_port
+
+    if not model_parallel_is_initialized():
+        method = f"tcp://127.0.0.1:{get_open_port()}"
+        init_distributed_environment(1, 0, method, 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+
+
+def main() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    folders = json.load(sys.stdin)
+    with verify.only_result_on_stdout() as out:
+        verify.settle_environment(None, 1)
+        if not torch.accelerator.is_available():
+            torch.accelerator.empty_cache = lambda: None  # as vLLM's own CPU worker does
+        for folder in folders:
+            print(json.dumps(load(folder)), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

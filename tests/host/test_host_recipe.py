@@ -59,7 +59,7 @@ def test_the_default_recipe(checkout: Path) -> None:
     quantize = loaded.recipe.model.quantize
     assert quantize is not None
     assert (quantize.bits, quantize.codebook, quantize.calibration) == (6.0, "mul1", "none")
-    assert loaded.recipe.health.smoke.prompt == "What is the capital of France?"
+    assert loaded.recipe.health.smoke.prompt == "What is the name of the capital of France?"
     assert loaded.sha256 == hashlib.sha256(loaded.path.read_bytes()).hexdigest()
     assert summary([loaded]).startswith("1 recipe ok, 1 profile (")
 

@@ -147,7 +147,7 @@ def skip_rules(model: torch.nn.Module, config: Exl3Config) -> list[tuple[str, Ca
                 re.search(r"rotary\w*\.(inv_freq|cos_cached|sin_cached)$", name)
             ),
         ),
-        ("multi-token prediction layers, no draft is built here", draft_layer),
+        ("multi-token prediction layers, which only a draft builds", draft_layer),
         ("towers and drafts that this model class does not build", of_another_model),
         (f"dropped by {type(model).__name__}'s weight map", lambda name: mapped(name) is None),
         (

@@ -1,9 +1,9 @@
 """Run as a program: loads checkpoints with vLLM's own loader, without an engine, in one process.
 
-stdin: a JSON list of checkpoint folders; on stdout, one JSON line a folder: `error` (None where it
-loaded), `log` (what the plugin logged), `parameters` (name -> [dtype, elements]), `bytes` of all
-parameters, and `grown_bytes`, by how much loading made the process's own memory grow (file-mapped
-pages of the checkpoint are not counted: the kernel may drop them at any time).
+stdin: a JSON list of {model, args (of vLLM), env}; on stdout, one JSON line a case: `error` (None
+where it loaded), `log` (what the plugin logged), `parameters` (name -> [dtype, elements]), `bytes`
+of all parameters, and `grown_bytes`, by how much loading made the process's own memory grow
+(file-mapped pages of the checkpoint are not counted: the kernel may drop them at any time).
 """
 
 import gc
@@ -27,7 +27,7 @@ class Kept(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def load(folder: str) -> dict:
+def load(case: dict) -> dict:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
@@ -36,8 +36,13 @@ def load(folder: str) -> dict:
     logger = logging.getLogger("vllm.exl3")
     found = {"error": None, "log": kept.lines, "parameters": {}, "bytes": 0, "grown_bytes": 0}
     try:
+        os.environ.update(case.get("env", {}))
         arguments = EngineArgs(
-            folder, enforce_eager=True, skip_tokenizer_init=True, max_model_len=64
+            case["model"],
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=64,
+            **case.get("args", {}),
         )
         config = arguments.create_engine_config()
         logger.addHandler(kept)
@@ -57,6 +62,8 @@ def load(folder: str) -> dict:
             storages[storage.data_ptr()] = storage.nbytes()
         found["bytes"] = sum(storages.values())
     logger.removeHandler(kept)
+    for name in case.get("env", {}):
+        del os.environ[name]
     return found
 
 
@@ -84,13 +91,13 @@ def one_rank() -> None:
 
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    folders = json.load(sys.stdin)
+    cases = json.load(sys.stdin)
     with verify.only_result_on_stdout() as out:
         verify.settle_environment(None, 1)
         if not torch.accelerator.is_available():
             torch.accelerator.empty_cache = lambda: None  # as vLLM's own CPU worker does
-        for folder in folders:
-            print(json.dumps(load(folder)), file=out, flush=True)
+        for case in cases:
+            print(json.dumps(load(case)), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Any words are a valid trellis, so no quantiser is needed. The truth is a dense twin: weights decoded
 by the numpy oracle (`exl3_plugin.format`, itself held against exllamav3's results), run by
-transformers' own Llama in float32. Neither shares code with the plugin, the op or vLLM.
+transformers' own model in float32. Neither shares code with the plugin, the op or vLLM.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def plain_linear(rng: np.random.Generator, k: int, n: int) -> Stored:
 
 
 @dataclass
-class SmallLlama:
+class SmallModel:
     """A checkpoint folder's contents and its dense twin's weights, both by tensor name."""
 
     config: dict
@@ -79,7 +79,7 @@ class SmallLlama:
         """Write what the dense twin says to the prompts, in golden.npz's layout."""
         import torch
 
-        model = llama_twin(self.config, self.dense)
+        model = transformers_twin(self.config, self.dense)
         arrays = {}
         for i, ids in enumerate(prompts):
             with torch.inference_mode():
@@ -97,13 +97,16 @@ class SmallLlama:
         return file
 
 
-def llama_twin(config: dict, dense: dict[str, np.ndarray]):
-    """transformers' own Llama in float32 with the weights given, by their checkpoint names."""
+def transformers_twin(config: dict, dense: dict[str, np.ndarray]):
+    """transformers' own model in float32 with the weights given, by their checkpoint names."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    own = {key: v for key, v in config.items() if key not in ("quantization_config", "dtype")}
-    model = LlamaForCausalLM(LlamaConfig(**own | {"tie_word_embeddings": False})).float()
+    left_out = ("quantization_config", "dtype", "architectures", "model_type")
+    own = {key: value for key, value in config.items() if key not in left_out}
+    own["tie_word_embeddings"] = False
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **own))
+    model = model.float()
     weights = {name: torch.as_tensor(w).float() for name, w in dense.items()}
     unmatched = model.load_state_dict(weights, strict=False)
     assert not unmatched.unexpected_keys and not unmatched.missing_keys, unmatched
@@ -123,7 +126,7 @@ def dense_twin(checkpoint):
                 weight = exl3.dense_weight(*parts, module.codebook)
                 tensors = {"weight": weight.T.astype(np.float32)}
             dense |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-    return llama_twin(checkpoint.config, dense)
+    return transformers_twin(checkpoint.config, dense)
 
 
 def top_logprobs(model, ids: np.ndarray, top_ids: np.ndarray) -> np.ndarray:
@@ -136,7 +139,7 @@ def top_logprobs(model, ids: np.ndarray, top_ids: np.ndarray) -> np.ndarray:
         return logits.double().log_softmax(-1).gather(1, wanted).numpy()
 
 
-def awkward_llama(seed: int = 0) -> SmallLlama:
+def awkward_llama(seed: int = 0) -> SmallModel:
     """Every storage a dense Llama can come in, in one checkpoint.
 
     Hidden 192, intermediate 320 and the single 64-wide key/value head are not multiples of 128, so
@@ -193,7 +196,27 @@ def awkward_llama(seed: int = 0) -> SmallLlama:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             plain[f"model.layers.{i}.{norm}.weight"] = rng.uniform(0.5, 1.5, hidden)
     plain = {name: value.astype(np.float16) for name, value in plain.items()}
-    return SmallLlama(config, stored | plain, dense | plain)
+    return SmallModel(config, stored | plain, dense | plain)
+
+
+def awkward_qwen3() -> SmallModel:
+    """The same for another architecture: norms on queries and keys, and no attention biases."""
+    model = awkward_llama(seed=2)
+    model.config |= {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+    }
+    rng = np.random.default_rng(3)
+    for tensors in (model.stored, model.dense):
+        for name in [name for name in tensors if name.endswith(".bias")]:
+            del tensors[name]
+    for i in range(model.config["num_hidden_layers"]):
+        for norm in ("q_norm", "k_norm"):
+            scale = rng.uniform(0.5, 1.5, model.config["head_dim"]).astype(np.float16)
+            name = f"model.layers.{i}.self_attn.{norm}.weight"
+            model.stored[name] = model.dense[name] = scale
+    return model
 
 
 def _v_proj(rng: np.random.Generator, k: int, n: int) -> Stored:

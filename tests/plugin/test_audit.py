@@ -60,16 +60,16 @@ DAMAGED = {
 }
 
 
-def load_all(folders: list[Path]) -> list[dict]:
+def load_all(cases: list[dict]) -> list[dict]:
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("load_cases.py")],
-        input=json.dumps([str(folder) for folder in folders]),
+        input=json.dumps(cases, default=str),
         capture_output=True,
         text=True,
         timeout=600,
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(folders), done.stderr[-4000:]
+    assert len(results) == len(cases), done.stderr[-4000:]
     return results
 
 
@@ -112,7 +112,18 @@ def loaded(reference_data, smollm2, tmp_path_factory) -> dict[str, dict]:
 
     cases["smollm2"] = smollm2
     cases["experts"] = reference_data / "tiny" / "tiny-qwen3-moe-mcg4"
-    return dict(zip(cases, load_all(list(cases.values()))))
+    arguments = {name: {"model": folder} for name, folder in cases.items()}
+    arguments["only_warned"] = {
+        "model": cases["ignored_bias"], "env": {"EXL3_LOAD_AUDIT": "warn"}
+    }  # fmt: skip
+    arguments["dummy"] = {"model": source, "args": {"load_format": "dummy"}}
+
+    unmarked = awkward_llama()
+    del unmarked.config["quantization_config"]
+    arguments["forced"] = {
+        "model": unmarked.save(root / "unmarked"), "args": {"quantization": "exl3"}
+    }  # fmt: skip
+    return dict(zip(arguments, load_all(list(arguments.values()))))
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -133,6 +144,21 @@ def test_what_a_model_leaves_out_is_left_out_by_rule_and_logged(loaded):
         "EXL3: 1 stored tensors left out: rotary tables, computed at start"
         in (loaded["rotary"]["log"])
     )
+
+
+def test_the_audit_can_be_told_to_warn_only(loaded):
+    assert loaded["only_warned"]["error"] is None
+    assert any("serving all the same" in line and "down_proj.bias" in line
+               for line in loaded["only_warned"]["log"])  # fmt: skip
+
+
+def test_invented_weights_need_no_checkpoint_tensors(loaded):
+    assert loaded["dummy"]["error"] is None
+
+
+def test_a_checkpoint_whose_config_says_nothing_can_be_forced(loaded):
+    assert loaded["forced"]["error"] is None
+    assert loaded["forced"]["parameters"]["lm_head.trellis"][0] == "torch.int16"
 
 
 def test_a_lost_member_of_a_mixed_layer_is_named(loaded):

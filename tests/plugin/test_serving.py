@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plugin_models import awkward_llama, dense_twin, prompts, top_logprobs
+from plugin_models import awkward_llama, awkward_qwen3, dense_twin, prompts, top_logprobs
 
 from exl3_plugin.checkpoint import read_checkpoint
 from exl3_plugin.verify import read_golden
@@ -51,11 +51,18 @@ def awkward(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def cases(reference_data, smollm2, awkward) -> dict[str, tuple[Path, Path]]:
+def qwen3(tmp_path_factory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("qwen3")
+    model = awkward_qwen3()
+    return model.save(root / "model"), model.golden(root / "golden.npz", prompts(384))
+
+
+@pytest.fixture(scope="module")
+def cases(reference_data, smollm2, awkward, qwen3) -> dict[str, tuple[Path, Path]]:
     tiny = reference_data / "tiny"
     found = {name: (tiny / name, tiny / name / "golden.npz") for name in TINY}
     found["smollm2"] = (smollm2, reference_data / "smollm2-135m-exl3-4.0bpw" / "golden.npz")
-    found["awkward"] = awkward
+    found |= {"awkward": awkward, "qwen3": qwen3}
     return found
 
 
@@ -74,6 +81,7 @@ def results_of(cases, wanted, ranks, folder) -> dict[tuple[str, str], dict]:
 
 
 ONE_RANK = [(n, d) for d in ("float32", "bfloat16") for n in (*TINY, "smollm2")]
+SYNTHETIC = [("awkward", "float32"), ("qwen3", "float32")]
 TWO_RANKS = [("tiny-llama-mul1-2.5", "float32"), ("smollm2", "bfloat16")]
 
 
@@ -84,12 +92,12 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(cases, saved) -> dict[tuple[str, str], dict]:
-    return results_of(cases, [*ONE_RANK, ("awkward", "float32")], 1, saved)
+    return results_of(cases, [*ONE_RANK, *SYNTHETIC], 1, saved)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(cases, saved) -> dict[tuple[str, str], dict]:
-    return results_of(cases, [*TWO_RANKS, ("awkward", "float32")], 2, saved)
+    return results_of(cases, [*TWO_RANKS, *SYNTHETIC], 2, saved)
 
 
 def check_against_exllamav3(result: dict, name: str, dtype: str) -> None:
@@ -147,10 +155,11 @@ def test_smollm2_is_as_exact_as_a_dense_model(one_rank, saved, smollm2, cases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_padding_mixed_members_biases_and_half_blocks_are_exact(request, ranks):
+@pytest.mark.parametrize(("name", "dtype"), SYNTHETIC)
+def test_padding_mixed_members_biases_and_half_blocks_are_exact(request, ranks, name, dtype):
     """float32 against float32: nothing but rounding may differ, whatever the cut."""
     fixture = "one_rank" if ranks == 1 else "two_ranks"
-    result = request.getfixturevalue(fixture)["awkward", "float32"]
+    result = request.getfixturevalue(fixture)[name, dtype]
     assert result["max_logprob_diff"] < 1e-4
     assert result["top1_agreement"] == 1.0
     assert abs(result["nll"] - result["nll_reference"]) < 1e-5

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from exl3_plugin import env
 from exl3_plugin.checkpoint import Checkpoint, CheckpointError, Module, read_checkpoint
 from exl3_plugin.shards import check_tensor_parallel
 
@@ -89,6 +90,10 @@ class Exl3Config(QuantizationConfig):
         self.checkpoint = read_checkpoint(model_name, revision)
         self.aliases = {name: name for name in self.checkpoint.modules}
         self._stripped = None
+        for name, meant in env.misspelt():
+            logger.warning(
+                "%s is set, but there is no such variable; did you mean %s?", name, meant
+            )
         for warning in self.checkpoint.warnings:
             logger.warning("%s", warning)
         refuse_unsupported(self.checkpoint)

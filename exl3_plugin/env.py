@@ -4,6 +4,7 @@ Names begin with `EXL3_`. The names that earlier EXL3 plugins used, `CUDA_EXL3_*
 `VLLM_EXL3_*`, still resolve, with one warning per name.
 """
 
+import difflib
 import logging
 import os
 from collections.abc import Callable
@@ -51,11 +52,12 @@ VARIABLES: dict[str, Variable] = {
             parse=_choice("refuse", "warn"),
         ),
         Variable(
-            name="EXL3_PROFILE",
-            type="path",
+            name="EXL3_CPU_ISA",
+            type="avx512 | avx2 | neon | portable",
             default=None,
-            help="calibration profile written by bench/calibrate.py",
-            parse=str,
+            help="instruction set of the CPU kernels, which read it themselves; the best one that "
+            "the processor has where it is not set",
+            parse=_choice("avx512", "avx2", "neon", "portable"),
         ),
     )
 }
@@ -91,13 +93,18 @@ def get(name: str) -> Any:
         raise ValueError(f"{where}={text!r}: {error} ({variable.help})") from error
 
 
-def unknown() -> list[str]:
-    """Names in the environment that look like ours and are declared nowhere: likely typos."""
-    known = set(VARIABLES) | {
+def misspelt() -> list[tuple[str, str]]:
+    """Names in the environment that are nearly a declared one: (as found, as probably meant).
+
+    Other parts of the project have `EXL3_` names of their own, so only near misses are suspect.
+    """
+    known = set(VARIABLES)
+    known |= {
         prefix + name.removeprefix(PREFIX) for name in VARIABLES for prefix in LEGACY_PREFIXES
     }
-    return sorted(
-        name
-        for name in os.environ
-        if name.startswith((PREFIX, *LEGACY_PREFIXES)) and name not in known
-    )
+    found = []
+    for name in sorted(os.environ):
+        if name.startswith((PREFIX, *LEGACY_PREFIXES)) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            found += [(name, near[0])] if near else []
+    return found

@@ -206,7 +206,8 @@ def test_environment_mistakes_are_named(monkeypatch):
     with pytest.raises(ValueError, match="EXL3_LOAD_AUDIT='maybe': expected one of refuse, warn"):
         env.get("EXL3_LOAD_AUDIT")
     monkeypatch.setenv("EXL3_LAOD_AUDIT", "warn")
-    assert "EXL3_LAOD_AUDIT" in env.unknown()
+    monkeypatch.setenv("EXL3_TEST_DATA", "elsewhere")
+    assert env.misspelt() == [("EXL3_LAOD_AUDIT", "EXL3_LOAD_AUDIT")]
     with pytest.raises(KeyError):
         env.get("EXL3_NOT_DECLARED")
 

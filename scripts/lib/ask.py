@@ -1,4 +1,4 @@
-"""Ask the server of a plan one question: `ask.py PLAN.json QUESTION`. Prints endpoint, question
+"""Ask the server of a plan one question: `ask.py PLAN.json [QUESTION]`. Prints endpoint, question
 and answer.
 """
 
@@ -11,8 +11,9 @@ from exl3_host import spec, wait
 
 def main(arguments: list[str]) -> int:
     """Command line; 1 when the server does not answer."""
-    path, question = arguments
+    path, *asked = arguments
     plan = json.loads(Path(path).read_text())
+    question = asked[0] if asked else plan["health"]["smoke"]["prompt"]
     endpoint = spec.endpoint_of(spec.make_spec(plan, Path("/"), "supervisor"))
     try:
         answer = wait.complete(endpoint, question, max_tokens=48, timeout_s=120)

@@ -47,8 +47,17 @@ class LoadWatch(TorchDispatchMode):
         self.offered: set[str] = set()
         self.placed: set[str] = set()
         self.current: str | None = None
-        self._owned = {_address(p) for p in model.parameters() if p.numel()}
+        self._owned = {_address(t) for t in _held(model)}
         self._origin: dict[int, frozenset[str]] = {}
+
+    def owned(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter still lies where it lay when loading began."""
+        return _address(parameter) in self._owned
+
+    def finish(self, model: torch.nn.Module) -> None:
+        """Count tensors that were not copied into the model but taken over as they were."""
+        for tensor in _held(model):
+            self.placed |= self._origin.get(_address(tensor), frozenset())
 
     def stream(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator:
         """Pass the checkpoint's tensors on, remembering what was offered and where it lies."""
@@ -65,11 +74,12 @@ class LoadWatch(TorchDispatchMode):
         out = func(*args, **kwargs)
         tensors = list(_tensors((args, kwargs)))
         origin = frozenset().union(*(self._origin.get(_address(t), ()) for t in tensors))
-        for position in _written_arguments(func):
-            target = args[position] if position < len(args) else None
-            if isinstance(target, torch.Tensor) and _address(target) in self._owned:
-                self.written[_address(target)] += target.numel()
-                self.placed |= origin
+        for position, name in _written_arguments(func):
+            target = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in _tensors(target):
+                if _address(tensor) in self._owned:
+                    self.written[_address(tensor)] += tensor.numel()
+                    self.placed |= origin
         for tensor in _tensors(out):
             address = _address(tensor)
             if address in self._owned:
@@ -82,13 +92,17 @@ class LoadWatch(TorchDispatchMode):
         return out
 
 
+def _held(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from _tensors([*model.parameters(), *model.buffers()])
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.numel() and value.device.type != "meta":
+        if value.numel() and value.device.type != "meta" and value.layout is torch.strided:
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -98,10 +112,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @functools.cache
-def _written_arguments(func) -> tuple[int, ...]:
-    """Positions of the arguments that an operator writes to."""
+def _written_arguments(func) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator writes to."""
     return tuple(
-        index
+        (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
@@ -223,7 +237,7 @@ def _unfilled(model: torch.nn.Module, watch: LoadWatch, draft: bool) -> Iterator
             continue  # scales with defaults, which few checkpoints carry
         for name, parameter in module.named_parameters(recurse=False):
             address = _address(parameter) if parameter.numel() else 0
-            if not address or address in seen or address not in watch._owned:
+            if not address or address in seen or not watch.owned(parameter):
                 continue
             seen.add(address)
             if isinstance(held, Held) and name != "bias":
@@ -284,6 +298,7 @@ def install_audit() -> None:
             raise
         finally:
             del model.load_weights
+        watch.finish(model)
         report(model, config, watch, getattr(model_config, "runner_type", "") == "draft")
 
     load_weights.exl3_audited = True

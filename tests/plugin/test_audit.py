@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from plugin_models import awkward_llama
 from safetensors.torch import load_file, save_file
+
+from exl3_plugin.audit import LoadWatch
 
 CHECKPOINT = "tiny-llama-mul1-2.5"
 
@@ -124,6 +127,71 @@ def loaded(reference_data, smollm2, tmp_path_factory) -> dict[str, dict]:
         "model": unmarked.save(root / "unmarked"), "args": {"quantization": "exl3"}
     }  # fmt: skip
     return dict(zip(arguments, load_all(list(arguments.values()))))
+
+
+def watched(load) -> LoadWatch:
+    """Let `load(model, weights)` place a, b and c, four elements each, and watch it."""
+    model = torch.nn.Module()
+    model.register_parameter("one", torch.nn.Parameter(torch.zeros(4), requires_grad=False))
+    model.register_parameter("two", torch.nn.Parameter(torch.zeros(8), requires_grad=False))
+    model.register_buffer("table", torch.zeros(4))
+    watch = LoadWatch(model)
+    stored = ((name, torch.full((4,), i, dtype=torch.float16)) for i, name in enumerate("abc"))
+    with watch:
+        load(model, watch.stream(stored))
+    watch.finish(model)
+    watch.filled = {
+        name: watch.written[p.untyped_storage().data_ptr()] for name, p in model.named_parameters()
+    }
+    return watch
+
+
+def test_watch_tells_a_tensor_that_was_only_looked_at():
+    def load(model, weights):
+        for name, tensor in weights:
+            if name == "a" and tensor.sum() >= 0:
+                model.one.data.copy_(tensor)
+
+    watch = watched(load)
+    assert (watch.placed, watch.offered) == ({"a"}, set("abc"))
+    assert watch.filled == {"one": 4, "two": 0}
+
+
+def test_watch_follows_casts_cuts_joins_and_tensors_held_back():
+    def load(model, weights):
+        a, b, c = (tensor for _, tensor in weights)
+        model.two.data.copy_(torch.cat([b.float() * 2, c[[3, 2, 1, 0]].float()]))
+        model.one.data[:2] = a[:2]
+
+    watch = watched(load)
+    assert watch.placed == set("abc")
+    assert watch.filled == {"one": 2, "two": 8}
+
+
+def test_watch_sees_buffers_lists_outputs_and_tensors_taken_over():
+    def load(model, weights):
+        a, b, c = (tensor.float() for _, tensor in weights)
+        model.table.add_(a)
+        torch._foreach_copy_([model.one.data], [b])
+        model.two.data = c
+
+    assert watched(load).placed == set("abc")
+
+    def load_out(model, weights):
+        for name, tensor in weights:
+            if name == "b":
+                torch.mul(tensor.float(), 2, out=model.one.data)
+
+    assert watched(load_out).placed == {"b"}
+
+
+def test_watch_forgets_memory_that_is_used_again():
+    def load(model, weights):
+        for _, tensor in weights:
+            del tensor
+        model.one.data.copy_(torch.ones(4, dtype=torch.float16))
+
+    assert watched(load).placed == set()
 
 
 @pytest.mark.parametrize("name", DAMAGED)

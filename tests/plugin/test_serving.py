@@ -193,7 +193,7 @@ def test_verify_refuses_with_exit_code_1_and_a_reason(awkward, tmp_path):
         "none is not there": (tmp_path / "none", "--golden", golden),
         "is not a golden file": (folder, "--golden", folder / "config.json"),
         "lacks ids7": (folder, "--golden", golden, "--prompt", "7"),
-        "4 attention heads cannot be divided among 3 ranks; tensor parallel sizes that work "
+        "320 input rows cannot be divided among 3 ranks; tensor parallel sizes that work "
         "for this checkpoint: 1, 2, 4": (folder, "--golden", golden, "--tensor-parallel-size", "3"),
     }
     for reason, arguments in cases.items():

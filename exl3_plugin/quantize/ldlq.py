@@ -85,15 +85,17 @@ class Meter:
     on_tiles: Callable[[int], None] = lambda count: None
     tiles: int = 0
     seconds: float = 0.0
+    core_seconds: float = 0.0
 
-    def add(self, tiles: int, seconds: float) -> None:
+    def add(self, tiles: int, seconds: float, core_seconds: float) -> None:
         self.tiles += tiles
         self.seconds += seconds
+        self.core_seconds += core_seconds
         self.on_tiles(tiles)
 
     def tiles_per_second_per_core(self) -> float:
-        """Rate of the search alone, over the threads that torch uses."""
-        return self.tiles / max(self.seconds, 1e-9) / torch.get_num_threads()
+        """Tiles per second of CPU time in the search: other load on the machine is left out."""
+        return self.tiles / max(self.core_seconds, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,11 @@ class Encoder:
         index = CODEBOOKS.index(self.codebook)
         packed, values = [], []
         for chunk in tiles.contiguous().split(_CHUNK_TILES):
-            begin = time.perf_counter()
+            begin, core_begin = time.perf_counter(), time.process_time()
             words, decoded = torch.ops.exl3.encode_tiles(chunk, self.words, index)
-            self.meter.add(len(chunk), time.perf_counter() - begin)
+            self.meter.add(
+                len(chunk), time.perf_counter() - begin, time.process_time() - core_begin
+            )
             packed.append(words)
             values.append(decoded)
         return torch.cat(packed), torch.cat(values)

@@ -285,7 +285,9 @@ def install_audit() -> None:
             return original(self, model, model_config)
         watch = LoadWatch(model)
         inner = model.load_weights
-        model.load_weights = lambda weights, *a, **k: inner(watch.stream(weights), *a, **k)
+        model.load_weights = lambda weights, *a, **k: inner(
+            watch.stream(without_padding(weights, config)), *a, **k
+        )
         try:
             with watch:
                 original(self, model, model_config)
@@ -303,6 +305,21 @@ def install_audit() -> None:
 
     load_weights.exl3_audited = True
     DefaultModelLoader.load_weights = load_weights
+
+
+def without_padding(
+    weights: Iterable[tuple[str, torch.Tensor]], config: Exl3Config
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Cut biases that were stored as wide as the padded layer to the model's own width.
+
+    Biases belong to vLLM's layers, whose loaders take none that is too long.
+    """
+    for name, tensor in weights:
+        parent, _, suffix = name.rpartition(".")
+        module = config.checkpoint.modules.get(parent)
+        if suffix == "bias" and module is not None and module.kind == "exl3" and module.n_true:
+            tensor = tensor[: module.n_true]
+        yield name, tensor
 
 
 def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
 from exl3_plugin import ops
 from exl3_plugin.format import CODEBOOKS, MARKERS, TILE
@@ -73,7 +74,7 @@ def create_parameters(
 
     Sizes are this rank's. `dtype` is that of plain members.
     """
-    ops.load()
+    _require_kernels()
     quantised, plain, rows = layout.quantised, layout.plain, layout.rows
     tiles = [
         (rows.loaded // TILE) * (s.columns.loaded // TILE) * layout.members[s.member].words
@@ -124,6 +125,17 @@ def create_parameters(
     held.missing = {
         f"{module.name}.{suffix}" for module in modules for suffix in module.tensors.keys() & stored
     }
+
+
+def _require_kernels() -> None:
+    """Load the library, and refuse a device it has no kernels for before memory is taken."""
+    ops.load()
+    key = current_platform.dispatch_key
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("exl3::linear", key):
+        raise LoadError(
+            f"this build of exl3-fleet has no EXL3 kernels for {key}; vLLM runs on "
+            f"{current_platform.device_type}. Serve on the CPU, or install a build that has them"
+        )
 
 
 Destination = Callable[[int], Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]]

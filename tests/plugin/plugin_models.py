@@ -196,11 +196,18 @@ def awkward_llama(seed: int = 0) -> SmallModel:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             plain[f"model.layers.{i}.{norm}.weight"] = rng.uniform(0.5, 1.5, hidden)
     plain = {name: value.astype(np.float16) for name, value in plain.items()}
-    return SmallModel(config, stored | plain, dense | plain)
+    # A bias may be stored as wide as the padded layer, with anything in the padding.
+    padded = {
+        name: np.pad(value, (0, round_up(len(value)) - len(value)), constant_values=9)
+        for name, value in plain.items()
+        if name.endswith("layers.0.self_attn.o_proj.bias")
+    }
+    return SmallModel(config, stored | plain | padded, dense | plain)
 
 
 def awkward_qwen3() -> SmallModel:
-    """The same for another architecture: norms on queries and keys, and no attention biases."""
+    """The same for another architecture: norms on queries and keys, no attention biases, and
+    embeddings that are really tied, so the head is plain."""
     model = awkward_llama(seed=2)
     model.config |= {
         "architectures": ["Qwen3ForCausalLM"],
@@ -211,6 +218,11 @@ def awkward_qwen3() -> SmallModel:
     for tensors in (model.stored, model.dense):
         for name in [name for name in tensors if name.endswith(".bias")]:
             del tensors[name]
+    for name in [name for name in model.stored if name.startswith("lm_head.")]:
+        del model.stored[name]
+    embedding = model.stored["model.embed_tokens.weight"] / np.float16(8)
+    model.stored["model.embed_tokens.weight"] = embedding
+    model.dense["model.embed_tokens.weight"] = model.dense["lm_head.weight"] = embedding
     for i in range(model.config["num_hidden_layers"]):
         for norm in ("q_norm", "k_norm"):
             scale = rng.uniform(0.5, 1.5, model.config["head_dim"]).astype(np.float16)

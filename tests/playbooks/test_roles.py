@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,12 @@ def test_no_task_uses_a_shell():
         for task in yaml.safe_load(path.read_text()):
             used = {key.removeprefix("ansible.builtin.") for key in task}
             assert used.isdisjoint(words), f"{path}: {task['name']}"
+
+
+def test_the_planners_packages_are_named_alike_everywhere(checkout):
+    """requirements/controller.txt lets recipes be checked before our wheel is installed."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["dependencies"]
+    listed = (checkout / "requirements" / "controller.txt").read_text().splitlines()
+    for name in ("pydantic", "rich", "ruamel.yaml", "typer"):
+        (there,) = [line for line in project if line.startswith(name)]
+        assert there in listed

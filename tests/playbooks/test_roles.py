@@ -3,10 +3,10 @@
 import ast
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
 
 PLAYBOOKS = Path(__file__).resolve().parents[2] / "playbooks"

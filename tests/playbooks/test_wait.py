@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from exl3_host import hints
+from exl3_host import hints, wait
 
 ENGINE_LOG = """\
 [exl3 2026-01-01 10:00:00] start 1: ["vllm"]
@@ -24,13 +24,20 @@ CONFIG_LOG = """\
 def test_first_exception_is_the_root_cause():
     found = hints.first_exception(ENGINE_LOG.splitlines())
     assert found == "ValueError: No available memory for the cache blocks."
-    assert hints.match(ENGINE_LOG.splitlines()).id == "no-cache-blocks"
+    assert hints.match(ENGINE_LOG.splitlines())[0].id == "no-cache-blocks"
 
 
 def test_exception_whose_message_comes_on_the_next_line():
     found = hints.first_exception(CONFIG_LOG.splitlines())
     assert found.endswith("Unknown quantization method: exl3. Must be one of ['awq'].")
-    assert hints.match(CONFIG_LOG.splitlines()).id == "plugin-missing"
+    assert hints.match(CONFIG_LOG.splitlines())[0].id == "plugin-missing"
+
+
+def test_usage_message_without_exception_is_a_reason():
+    lines = ["usage: vllm serve [model_tag]", "vllm: error: unrecognized arguments: --wings 2"]
+    failure = wait.NotReady("port", "the server ended with exit status 2", "x.log", lines)
+    assert "unrecognized arguments: --wings 2" in str(failure)
+    assert "does not have an option" in str(failure) and failure.tail == lines
 
 
 def test_only_the_last_start_counts():

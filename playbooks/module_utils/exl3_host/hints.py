@@ -153,10 +153,10 @@ def first_exception(lines: list[str]) -> str | None:
     return None
 
 
-def match(lines: list[str]) -> Hint | None:
-    """The known hint whose pattern occurs first in the log."""
+def match(lines: list[str]) -> tuple[Hint, str] | None:
+    """The known hint whose pattern occurs first in the log, with the line it occurs in."""
     for line in lines:
         for hint in HINTS:
             if re.search(hint.pattern, line):
-                return hint
+                return hint, strip_prefix(line)
     return None

@@ -44,8 +44,10 @@ class NotReady(RuntimeError):
     def __init__(self, stage: str, reason: str, log: str, lines: list[str]):
         self.stage, self.reason, self.log = stage, reason, log
         started = hints.last_start(lines)
-        self.exception = hints.first_exception(started)
-        self.hint = hints.match(started)
+        known = hints.match(started)
+        # A program that ends with a usage message raises nothing: then the known line is the reason.
+        self.exception = hints.first_exception(started) or (known and known[1])
+        self.hint = known and known[0]
         self.tail = started[-TAIL_LINES:]
         said = f": {self.exception}" if self.exception else ""
         advice = f" {self.hint}" if self.hint else ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import preflight
+from ansible.module_utils.exl3_host import preflight, service, spec
 from ansible.module_utils.exl3_host.errors import HostError
 
 DOCUMENTATION = """
@@ -58,11 +58,11 @@ def main() -> None:
         preflight.check_disk(venv)
         command = preflight.planner(venv)
         for instance in instances if command else []:
-            preflight.run_planner(
-                command,
-                checkout,
-                preflight.plan_arguments(instance, given["bind_address"], store, venv),
-            )
+            arguments = preflight.plan_arguments(instance, given["bind_address"], store, venv)
+            plan = preflight.run_planner(command, checkout, arguments)
+            # What runs already is judged when it is known whether it has to be replaced.
+            if not spec.own_pids(spec.Paths(store, instance["name"])):
+                service.refuse_unfit(plan)
     except HostError as error:
         module.fail_json(msg=str(error))
     module.exit_json(changed=False, planned=command is not None)

@@ -41,6 +41,25 @@ class Outcome:
     after: str = ""
 
 
+def refuse_unfit(plan: dict) -> None:
+    """Raise HostError when the plan says that memory is too small.
+
+    The planner counts the memory of a server that is to be replaced as free.
+    """
+    fit = plan.get("fit") or {"ok": True}
+    if fit["ok"]:
+        return
+    have = fit.get("available_gib")
+    figures = f"{fit['needed_gib']:.1f} GiB needed"
+    figures += "" if have is None else f", {have:.1f} GiB available"
+    reasons = [f"because {one}" for one in fit.get("reasons", [])]
+    ways = "; or ".join(fit.get("would_fit", []))
+    raise HostError(
+        "\n".join([f"not enough memory: {figures}.", *fit.get("lines", []), *reasons]),
+        f"Free memory, or: {ways}." if ways else "Free memory or choose a smaller model.",
+    )
+
+
 def validate(plan: dict, spec: dict, paths: Paths, is_check: bool) -> None:
     """Refuse what would fail, while the old server still serves. Raises HostError."""
     mine = own_pids(paths)
@@ -55,18 +74,7 @@ def validate(plan: dict, spec: dict, paths: Paths, is_check: bool) -> None:
             port=port,
             owner=foreign[0].pid,
         )
-    fit = plan.get("fit") or {"ok": True}
-    if not fit["ok"]:
-        # The plan was made with the memory of the server that is to be replaced counted as free.
-        have = fit.get("available_gib")
-        figures = f"{fit['needed_gib']:.1f} GiB needed"
-        figures += "" if have is None else f", {have:.1f} GiB available"
-        reasons = [f"because {one}" for one in fit.get("reasons", [])]
-        ways = "; or ".join(fit.get("would_fit", []))
-        raise HostError(
-            "\n".join([f"not enough memory: {figures}.", *fit.get("lines", []), *reasons]),
-            f"Free memory, or: {ways}." if ways else "Free memory or choose a smaller model.",
-        )
+    refuse_unfit(plan)
     if is_check:
         return
     program = spec["argv"][0]

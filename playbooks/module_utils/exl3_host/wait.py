@@ -45,7 +45,7 @@ class NotReady(RuntimeError):
         self.stage, self.reason, self.log = stage, reason, log
         started = hints.last_start(lines)
         known = hints.match(started)
-        # A program that ends with a usage message raises nothing: then the known line is the reason.
+        # A usage message is no exception: then the line with the known pattern is the reason.
         self.exception = hints.first_exception(started) or (known and known[1])
         self.hint = known and known[0]
         self.tail = started[-TAIL_LINES:]

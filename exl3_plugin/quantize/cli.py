@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -44,7 +45,7 @@ def quantize(
         int, typer.Option(min=1, help="Rows taken from the calibration text, at most.")
     ] = 64,
     calibration_columns: Annotated[int, typer.Option(min=16, help="Tokens of one row.")] = 1024,
-    shard_gib: Annotated[float, typer.Option(min=0.001, help="Size limit of one file.")] = 4.0,
+    shard_gib: Annotated[float, typer.Option(min=0.0001, help="Size limit of one file.")] = 4.0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; as many as torch finds by default.")
     ] = None,
@@ -64,7 +65,9 @@ def quantize(
     """
     if calibration is not None and self_calibration is not None:
         raise typer.BadParameter("--calibration and --self-calibration exclude each other")
-    # Late, so that --help and usage errors do not wait for torch.
+    # Threads that wait for a batch sleep: on a busy machine spinning took most of the CPU time.
+    # Read when torch loads, which is late so that --help and usage errors do not wait for it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from exl3_plugin.ops import LibraryError

@@ -54,13 +54,17 @@ class WorkFolder:
             raise QuantizeError(
                 f"another conversion is writing to {out}; wait for it or choose another folder"
             ) from None
-        if restart:
-            for entry in self.path.iterdir():
-                if entry.name != "lock":
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         self.modules = self.path / "modules"
-        self._settle(json.loads(json.dumps(dict(settings))))
-        self.modules.mkdir(exist_ok=True)
+        try:
+            if restart:
+                for entry in self.path.iterdir():
+                    if entry.name != "lock":
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            self._settle(json.loads(json.dumps(dict(settings))))
+            self.modules.mkdir(exist_ok=True)
+        except BaseException:
+            self.close()
+            raise
 
     def _settle(self, settings: dict) -> None:
         file = self.path / "settings.json"

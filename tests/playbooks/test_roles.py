@@ -100,3 +100,13 @@ def test_the_planners_packages_are_named_alike_everywhere(checkout):
     for name in ("pydantic", "rich", "ruamel.yaml", "typer"):
         (there,) = [line for line in project if line.startswith(name)]
         assert there in listed
+
+
+def test_every_variable_is_documented(checkout):
+    text = (checkout / "docs" / "install.md").read_text()
+    for role in ROLES:
+        options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+        for name, option in options.items():
+            assert f"`{name}`" in text, name
+            for inner in option.get("options", {}):
+                assert f"`{inner}`" in text, f"{name}.{inner}"

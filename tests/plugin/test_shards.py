@@ -131,6 +131,24 @@ def test_key_value_heads_are_cut_or_shared(tp, kv_heads):
         close(out, np.concatenate(expected, 1))
 
 
+def test_a_qkv_layer_says_how_many_ranks_share_a_head():
+    """Two heads of 64 on four ranks: by stored width alone, ranks 2 and 3 would get head 0."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    rng = np.random.default_rng(11)
+    stored = [exl3_linear(rng, 128, n, "mul1", 4) for n in (512, 128, 128)]
+    modules = [as_module(f"layer.{name}", one) for name, one in zip("qkv", stored)]
+    starts = []
+    for rank in range(4):
+        layer = QKVParallelLinear.__new__(QKVParallelLinear)
+        torch.nn.Module.__init__(layer)
+        layer.tp_rank, layer.tp_size, layer.num_kv_head_replicas = rank, 4, 2
+        method = Exl3LinearMethod(None, "layer", modules)
+        method.create_weights(layer, 128, [128, 64, 64], 128, 1024, torch.float32)
+        starts.append([s.columns.first + s.columns.begin for s in layer.exl3.layout.segments])
+    assert starts == [[0, 0, 0], [128, 0, 0], [256, 64, 64], [384, 64, 64]]
+
+
 def test_replicated_members_of_a_sharded_layer_are_whole_on_every_rank():
     """Latent projections fused with a sharded gate: the stored width shows which is which."""
     rng = np.random.default_rng(3)

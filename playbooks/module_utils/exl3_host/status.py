@@ -100,6 +100,9 @@ def _look_at_server(
     if good:
         status.state, status.reason = "serving", ""
         return
+    if not procs.same_process(server):
+        status.pid, status.reason = None, f"process {server['pid']} has just ended"
+        return
     # vLLM listens only once its engine is up, so a server that listens was well before.
     was_ready = (ready is not None and ready.get("server") == server) or wait.port_open(endpoint)
     status.state = "unhealthy" if was_ready else "restarting" if status.restarts else "starting"

@@ -26,6 +26,12 @@ struct Kernels {
   // Decodes k_tiles tiles of one tile column to vectors, 256 floats a tile, in the order gemm
   // reads.
   void (*decode[3][17])(const uint16_t* trellis, int64_t row_words, int64_t k_tiles, float* panel);
+  // Eight decoded tile columns of eight tiles each (`block`, overwritten) to the weight in the
+  // original basis, bfloat16: rows [row_begin, row_end) and columns [column_begin, column_end) of
+  // the 128 x 128 block, the first of them at `out`.
+  void (*rebuild_block)(float* block, const uint16_t* suh, const uint16_t* svh, int row_begin,
+                        int row_end, int column_begin, int column_end, uint16_t* out,
+                        int64_t out_stride);
   // acc[row][vectors of one tile] += x[row] . panel, for any number of rows.
   void (*gemm)(const float* x, int64_t x_stride, int64_t rows, const float* panel, int64_t k_tiles,
                float* acc);

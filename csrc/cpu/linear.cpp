@@ -226,6 +226,35 @@ void linear(const LinearProblem& problem, const ForRange& for_range) {
   LinearRun(problem, for_range).run();
 }
 
+void rebuild(const LinearProblem& p, const Shard& shard, int64_t begin, int64_t end, uint16_t* out,
+             const ForRange& for_range) {
+  const Kernels& kernel = kernels();
+  const int64_t row_words = shard.n / 16 * shard.tile_words;
+  const int64_t n0 = shard.n_begin + begin, n1 = shard.n_begin + end;
+  const int64_t first_block = n0 / kBlock, n_blocks = (n1 + kBlock - 1) / kBlock - first_block;
+  const int64_t first_k = p.k_begin / kBlock;
+  const int64_t k_blocks = (p.k_begin + p.k_in + kBlock - 1) / kBlock - first_k;
+  for_range(0, k_blocks * n_blocks, 1, [&](int64_t from, int64_t to) {
+    thread_local Scratch scratch;
+    float* block = scratch.get(kBlock * kBlock);
+    for (int64_t item = from; item < to; ++item) {
+      const int64_t k = (first_k + item / n_blocks) * kBlock;
+      const int64_t n = (first_block + item % n_blocks) * kBlock;
+      for (int64_t c = 0; c < 8; ++c) {
+        kernel.decode[shard.codebook][shard.tile_words / 8](
+            shard.trellis + k / 16 * row_words + (n / 16 + c) * shard.tile_words, row_words, 8,
+            block + c * 8 * 256);
+      }
+      const int64_t k_from = std::max(p.k_begin, k), n_from = std::max(n0, n);
+      kernel.rebuild_block(block, shard.suh + k, shard.svh + n, static_cast<int>(k_from - k),
+                           static_cast<int>(std::min(p.k_begin + p.k_in, k + kBlock) - k),
+                           static_cast<int>(n_from - n),
+                           static_cast<int>(std::min(n1, n + kBlock) - n),
+                           out + (k_from - p.k_begin) * (end - begin) + n_from - n0, end - begin);
+    }
+  });
+}
+
 void decode_tile(const uint16_t* tile, int tile_words, int codebook, float* out) {
   float ordered[256];
   kernels().decode[codebook][tile_words / 8](tile, 0, 1, ordered);

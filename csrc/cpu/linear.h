@@ -45,6 +45,11 @@ bool rate_supported(int tile_words, int codebook);
 // fp32 operations, whatever m, the other rows and the number of threads are.
 void linear(const LinearProblem& problem, const ForRange& for_range);
 
+// The weight in the original basis as bfloat16, for a dense product: rows that x covers, columns
+// [begin, end) of the wanted ones of one shard, to out[k_in, end - begin].
+void rebuild(const LinearProblem& problem, const Shard& shard, int64_t begin, int64_t end,
+             uint16_t* out, const ForRange& for_range);
+
 // Decodes one tile to 16 x 16 binary32 values, row-major (rows are inputs).
 void decode_tile(const uint16_t* tile, int tile_words, int codebook, float* out);
 

@@ -2,12 +2,16 @@
 
 #include "cpu/vec_neon.h"
 //
-#include "cpu/linear_impl.h"
+#include "cpu/rebuild_impl.h"
 
 namespace exl3::cpu {
 
 const Kernels& kernels_neon() {
-  static const Kernels table = make_kernels<Neon>();
+  static const Kernels table = [] {
+    Kernels made = make_kernels<Neon>();
+    made.rebuild_block = &rebuild_block<Neon>;
+    return made;
+  }();
   return table;
 }
 

@@ -65,6 +65,22 @@ struct Avx2 {
     out[1] = _mm_cvtss_f32(_mm256_extractf128_ps(v, 1));
   }
 
+  // Round to nearest, ties to even; finite values only.
+  static void store_bfloat(uint16_t* p, F v) {
+    const I bits = _mm256_castps_si256(v);
+    const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const I sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const I high = _mm256_srli_epi32(sum, 16);
+    const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  // in[4 c + s], c < 16, to out[stride s + c].
+  static void transpose_quads(const float* in, float* out, int stride) {
+    for (int s = 0; s < 4; ++s) {
+      for (int c = 0; c < 16; ++c) out[stride * s + c] = in[4 * c + s];
+    }
+  }
+
   static I load_bits(const uint32_t* p) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
   }

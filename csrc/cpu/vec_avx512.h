@@ -64,6 +64,26 @@ struct Avx512 {
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(pick, v)));
   }
 
+  // Round to nearest, ties to even; finite values only.
+  static void store_bfloat(uint16_t* p, F v) {
+    const I bits = _mm512_castps_si512(v);
+    const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const I sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+  }
+  // in[4 c + s], c < 16, to out[stride s + c].
+  static void transpose_quads(const float* in, float* out, int stride) {
+    const F z0 = load(in), z1 = load(in + 16), z2 = load(in + 32), z3 = load(in + 48);
+    const F a = _mm512_unpacklo_ps(z0, z1), b = _mm512_unpackhi_ps(z0, z1);
+    const F c = _mm512_unpacklo_ps(z2, z3), d = _mm512_unpackhi_ps(z2, z3);
+    // Each row now has its columns in the order (c mod 4, c / 4); one permutation mends that.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const F rows[4] = {_mm512_shuffle_ps(a, c, 0x44), _mm512_shuffle_ps(a, c, 0xEE),
+                       _mm512_shuffle_ps(b, d, 0x44), _mm512_shuffle_ps(b, d, 0xEE)};
+    for (int s = 0; s < 4; ++s) store(out + stride * s, _mm512_permutexvar_ps(order, rows[s]));
+  }
+
   static I products(I window, uint32_t multiplier, uint32_t addend) {
     const I p = _mm512_mullo_epi32(window, _mm512_set1_epi32(static_cast<int>(multiplier)));
     return addend == 0 ? p : _mm512_add_epi32(p, _mm512_set1_epi32(static_cast<int>(addend)));

@@ -52,6 +52,19 @@ struct Neon {
     *out = vgetq_lane_f32(vpaddq_f32(pairs, pairs), 0);
   }
 
+  // Round to nearest, ties to even; finite values only.
+  static void store_bfloat(uint16_t* p, F v) {
+    const I bits = vreinterpretq_u32_f32(v);
+    const I odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    vst1_u16(p, vshrn_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7FFF))), 16));
+  }
+  // in[4 c + s], c < 16, to out[stride s + c].
+  static void transpose_quads(const float* in, float* out, int stride) {
+    for (int s = 0; s < 4; ++s) {
+      for (int c = 0; c < 16; ++c) out[stride * s + c] = in[4 * c + s];
+    }
+  }
+
   static I load_bits(const uint32_t* p) { return vld1q_u32(p); }
   template <int kBits>
   static I shift_right(I v) {

@@ -61,6 +61,21 @@ struct Portable {
   }
   static void store_quad_sums(float* out, F v) { *out = (v[0] + v[1]) + (v[2] + v[3]); }
 
+  // Round to nearest, ties to even; finite values only.
+  static void store_bfloat(uint16_t* p, F v) {
+    I bits;
+    std::memcpy(bits.data(), v.data(), sizeof(bits));
+    for (int i = 0; i < 4; ++i) {
+      p[i] = static_cast<uint16_t>((bits[i] + 0x7FFF + (bits[i] >> 16 & 1)) >> 16);
+    }
+  }
+  // in[4 c + s], c < 16, to out[stride s + c].
+  static void transpose_quads(const float* in, float* out, int stride) {
+    for (int s = 0; s < 4; ++s) {
+      for (int c = 0; c < 16; ++c) out[stride * s + c] = in[4 * c + s];
+    }
+  }
+
   static I load_bits(const uint32_t* p) { return {p[0], p[1], p[2], p[3]}; }
   template <int kBits>
   static I shift_right(I v) {

@@ -5,6 +5,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,7 +20,9 @@ using exl3::cpu::Dtype;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kShardFields = 5;  // codebook, tile_words, n, n_begin, n_out
+constexpr int64_t kDenseRows = 128;      // from here on rebuilding a weight pays on a Zen 5 core
+constexpr int64_t kDenseColumns = 1024;  // of one rebuilt slice
+constexpr int64_t kShardFields = 5;      // codebook, tile_words, n, n_begin, n_out
 
 Dtype activation_dtype(ScalarType type, const char* what) {
   switch (type) {
@@ -76,6 +80,29 @@ int64_t read_shards(const std::vector<int64_t>& fields, const uint16_t* trellis,
   return word;
 }
 
+// VLLM_BATCH_INVARIANT=1 asks for one arithmetic whatever the number of rows.
+bool batch_invariant() {
+  const char* value = std::getenv("VLLM_BATCH_INVARIANT");
+  return value != nullptr && *value != '\0' && std::string(value) != "0";
+}
+
+// Many rows: slices of the weight in the original basis, rounded to bfloat16, and torch's own
+// product. One slice exists at a time.
+Tensor dense(const exl3::cpu::LinearProblem& p, const Tensor& x, const Tensor& y) {
+  Tensor flat = torch::stable::view(y, {p.m, p.n_total});
+  for (const auto& shard : p.shards) {
+    for (int64_t begin = 0; begin < shard.n_out; begin += kDenseColumns) {
+      const int64_t end = std::min(begin + kDenseColumns, shard.n_out);
+      Tensor weight = torch::stable::new_empty(x, {p.k_in, end - begin});
+      exl3::cpu::rebuild(p, shard, begin, end, static_cast<uint16_t*>(weight.mutable_data_ptr()),
+                         torch_pool());
+      Tensor part = torch::stable::narrow(flat, 1, shard.out_begin + begin, end - begin);
+      torch::stable::copy_(part, torch::stable::matmul(x, weight));
+    }
+  }
+  return y;
+}
+
 Tensor linear(const Tensor x, const Tensor trellis, const Tensor suh, const Tensor svh,
               std::optional<Tensor> bias, std::vector<int64_t> shards, int64_t k_begin) {
   STD_TORCH_CHECK(!shards.empty() && shards.size() % kShardFields == 0,
@@ -126,6 +153,9 @@ Tensor linear(const Tensor x, const Tensor trellis, const Tensor suh, const Tens
   const Tensor rows = rows_in_place ? x : torch::stable::contiguous(x);
   p.x = rows.const_data_ptr();
   p.x_stride = rows_in_place ? x.stride(0) : p.k_in;
+  if (p.m >= kDenseRows && p.dtype == Dtype::kBfloat16 && !bias.has_value() && !batch_invariant()) {
+    return dense(p, torch::stable::view(rows, {p.m, p.k_in}), y);
+  }
   p.y = y.mutable_data_ptr();
   exl3::cpu::linear(p, torch_pool());
   return y;

@@ -11,6 +11,9 @@ The bound follows the kernel's order of operations. With u = 2^-24 and E the exa
 * output transform: seven stages, svh, bias: (7/3) u^2 sum(c^2) and three roundings of y.
 * conversion to the output type: half a unit in the last place.
 
+bfloat16 activations of `DENSE_ROWS` rows or more take the dense route: the weight in the original
+basis is rounded once to bfloat16 (u' = 2^-8), which adds (u'^2/3) sum (x W)^2.
+
 `SIGMAS` standard deviations of that, plus the conversion, is what a result may be off. The
 deterministic worst case of the same order (every rounding of full size and one sign) is checked as
 well; it is some hundred times larger.
@@ -37,6 +40,7 @@ RATES = [
     for words in (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
     if words % 16 == 0 or codebook == "mul1"
 ]
+DENSE_ROWS = 128
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -70,8 +74,9 @@ def run(x: torch.Tensor, shards: list[Shard], bias=None, k_begin=0) -> torch.Ten
     return torch.ops.exl3.linear(x, flat, suh, svh, bias, fields, k_begin)
 
 
-def _oracle(x: np.ndarray, shard: Shard) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Exact y, its standard deviation and its worst case, all [m, n_out], before bias."""
+def _oracle(x: np.ndarray, shard: Shard) -> tuple[np.ndarray, ...]:
+    """Exact y, its standard deviation and worst case, before bias, and what rounding the weight
+    to bfloat16 adds to both; all [m, n_out]."""
     m, k = x.shape
     a = exl3.decode_inner(shard.trellis, shard.codebook).astype(np.float64)
     svh = shard.svh.astype(np.float64)
@@ -90,8 +95,12 @@ def _oracle(x: np.ndarray, shard: Shard) -> tuple[np.ndarray, np.ndarray, np.nda
     var_y = (spread(var_c) + (7 / 3) * U**2 * spread(c**2)) * (svh / 128) ** 2 + U**2 * y**2
     magnitude = np.repeat(np.abs(blocks).sum(-1), 128, axis=1) @ np.abs(a)
     worst = (8 + 2 * k / 4 + 2 + 8) * U * spread(magnitude) * np.abs(svh) / 128
+    weight = exl3.dense_weight(shard.trellis, shard.suh, shard.svh, shard.codebook)
+    dense_sigma = np.sqrt(UNIT_ROUNDOFF[torch.bfloat16] ** 2 / 3 * (x**2 @ weight**2))
+    dense_worst = (UNIT_ROUNDOFF[torch.bfloat16] + k * U) * (np.abs(x) @ np.abs(weight))
     wanted = slice(shard.n_begin, shard.n_begin + shard.n_out)
-    return y[:, wanted], np.sqrt(var_y)[:, wanted], worst[:, wanted]
+    results = (y, np.sqrt(var_y), worst, dense_sigma, dense_worst)
+    return tuple(result[:, wanted] for result in results)
 
 
 class Oracle:
@@ -108,7 +117,8 @@ class Oracle:
         wide = np.zeros((x.shape[0], shards[0].suh.shape[0]))
         wide[:, k_begin : k_begin + x.shape[1]] = x.double().numpy()
         parts = [_oracle(wide, shard) for shard in shards]
-        self.y, self.sigma, self.worst = (np.concatenate(c, axis=1) for c in zip(*parts))
+        columns = [np.concatenate(part, axis=1) for part in zip(*parts)]
+        self.y, self.sigma, self.worst, self.dense_sigma, self.dense_worst = columns
         if bias is not None:
             self.y = self.y + bias.double().numpy()
 
@@ -122,9 +132,13 @@ class Oracle:
         conversion = UNIT_ROUNDOFF[got.dtype] * y * (1 + 2.0**-7) + U * y + 1e-300
         if got.dtype == torch.float16:
             conversion += 2.0**-25
+        sigma, worst = self.sigma[:m], self.worst[:m]
+        if got.dtype == torch.bfloat16 and m >= DENSE_ROWS:
+            sigma = np.hypot(sigma, self.dense_sigma[:m])
+            worst = worst + self.dense_worst[:m]
         error = np.abs(got.double().numpy() - self.y[:m])
-        statistical = error / (SIGMAS * self.sigma[:m] + conversion)
-        return float(statistical.max()), float((error / (self.worst[:m] + conversion)).max())
+        statistical = error / (SIGMAS * sigma + conversion)
+        return float(statistical.max()), float((error / (worst + conversion)).max())
 
 
 def sweep_rates(seed: int = 0) -> dict[tuple[str, int], tuple[float, float]]:

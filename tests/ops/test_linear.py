@@ -87,17 +87,39 @@ def test_every_instruction_set(isa, tmp_path):
             assert np.linalg.norm(ours - other) <= 2e-6 * np.linalg.norm(ours)
 
 
-def test_a_row_does_not_depend_on_its_batch():
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_a_row_does_not_depend_on_its_batch(dtype, monkeypatch):
+    """Always, except that many bfloat16 rows take the dense route unless vLLM forbids it."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     rng = np.random.default_rng(3)
     shards = [
         cases.random_shard(rng, 640, 256, "mul1", 56),
         cases.random_shard(rng, 640, 128, "3inst", 96, 64, 64),
     ]
-    for dtype in cases.DTYPES:
-        x = torch.from_numpy(rng.standard_normal((393, 600))).to(dtype)
-        whole = cases.run(x, shards)
-        for rows in (slice(0, 1), slice(5, 6), slice(191, 194), slice(300, 307), slice(392, 393)):
-            assert torch.equal(cases.run(x[rows], shards), whole[rows])
+    x = torch.from_numpy(rng.standard_normal((393, 600))).to(dtype)
+    whole = cases.run(x, shards)
+    for rows in (slice(0, 1), slice(5, 6), slice(191, 194), slice(300, 307), slice(392, 393)):
+        assert torch.equal(cases.run(x[rows], shards), whole[rows])
+    if dtype == torch.bfloat16:
+        monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+        assert not torch.equal(cases.run(x, shards), whole)
+        assert torch.equal(cases.run(x[:127], shards), whole[:127])
+
+
+def test_dense_route_over_slices_cuts_and_padding():
+    """Wider than one slice, columns and rows cut inside blocks, several shards."""
+    rng = np.random.default_rng(12)
+    shards = [
+        cases.random_shard(rng, 384, 2304, "mul1", 96, 100, 2150),
+        cases.random_shard(rng, 384, 128, "3inst", 32, 3, 77),
+    ]
+    x = torch.from_numpy(rng.standard_normal((2, 70, 200))).bfloat16()
+    y = cases.run(x, shards, k_begin=70)
+    assert y.shape == (2, 70, 2227)
+    statistical, worst = cases.Oracle(x.reshape(140, 200), shards, k_begin=70).fractions(
+        y.reshape(140, 2227)
+    )
+    assert statistical <= 1 and worst <= 1
 
 
 def test_threads_do_not_change_bits():

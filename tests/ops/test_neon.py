@@ -26,7 +26,9 @@ def program(checkout, tmp_path_factory):
         pytest.skip(message)
     binary = tmp_path_factory.mktemp("neon") / "linear_main"
     csrc = checkout / "csrc"
-    sources = [csrc / "cpu" / f"{name}.cpp" for name in ("isa", "linear", "linear_neon", "linear_portable")]
+    sources = [
+        csrc / "cpu" / f"{name}.cpp" for name in ("isa", "linear", "linear_neon", "linear_portable")
+    ]
     command = [COMPILER, "-std=c++20", "-O1", "-static", "-ffp-contract=off", "-Wall", "-Wextra"]
     command += [f"-I{csrc}", *map(str, sources)]
     command += [str(checkout / "tests" / "ops" / "linear_main.cpp"), "-o", str(binary)]

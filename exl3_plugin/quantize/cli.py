@@ -44,7 +44,10 @@ def quantize(
     calibration_rows: Annotated[
         int, typer.Option(min=1, help="Rows taken from the calibration text, at most.")
     ] = 64,
-    calibration_columns: Annotated[int, typer.Option(min=16, help="Tokens of one row.")] = 1024,
+    calibration_columns: Annotated[
+        int | None,
+        typer.Option(min=16, help="Tokens of one row: 1024 by default, 512 when sampled."),
+    ] = None,
     shard_gib: Annotated[float, typer.Option(min=0.0001, help="Size limit of one file.")] = 4.0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; as many as torch finds by default.")
@@ -80,9 +83,10 @@ def quantize(
         torch.set_num_threads(threads)
     with_text = None
     if calibration is not None:
-        with_text = Calibration(calibration, calibration_rows, calibration_columns)
+        with_text = Calibration(calibration, calibration_rows, calibration_columns or 1024)
     elif self_calibration is not None:
-        with_text = Calibration(None, self_calibration, calibration_columns)
+        # The time of sampling grows with the square of the length.
+        with_text = Calibration(None, self_calibration, calibration_columns or 512)
     options = Options(
         bits=bits,
         codebook=codebook.value,

@@ -33,8 +33,20 @@ class Status:
     config_hash: str = ""
 
 
+SECOND_LOOK_S = 0.5
+"""A dying process loses its sockets well before it is gone, and its supervisor later still."""
+
+
 def look(paths: Paths) -> Status:
-    """What this instance is doing now. Reads only."""
+    """What this instance is doing now. Reads only; what looks broken is looked at twice."""
+    status = _look_once(paths)
+    if status.state in ("unhealthy", "dead"):
+        time.sleep(SECOND_LOOK_S)
+        status = _look_once(paths)
+    return status
+
+
+def _look_once(paths: Paths) -> Status:
     spec, state = read_json(paths.spec), read_json(paths.state)
     if spec is None:
         return Status(paths.instance, "absent", "nothing is deployed under this name")

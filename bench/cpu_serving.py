@@ -36,7 +36,7 @@ REPEATS = 5
 
 
 def measure(model: str, prompt_tokens: int, decode_tokens: int, compiled: bool) -> dict:
-    """Figures of one engine in this process: tokens per second, and resident bytes after load."""
+    """Figures of one engine in this process, in tokens per second."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

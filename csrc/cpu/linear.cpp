@@ -1,7 +1,6 @@
 #include "cpu/linear.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <new>
 

@@ -8,7 +8,6 @@
 // four partial sums of a column meet only at the end.
 #pragma once
 
-#include <array>
 #include <cstring>
 #include <utility>
 
@@ -230,25 +229,29 @@ void reduce(const float* acc, int64_t rows, float* rotated, int64_t stride) {
   }
 }
 
+// The butterfly stages between whole vectors.
+template <class V, int kCount>
+EXL3_INLINE void vector_stages(typename V::F (&v)[kCount]) {
+  for (int stride = 1; stride < kCount; stride *= 2) {
+    for (int i = 0; i < kCount; ++i) {
+      if (i & stride) continue;
+      const typename V::F a = v[i], b = v[i + stride];
+      v[i] = V::add(a, b);
+      v[i + stride] = V::sub(a, b);
+    }
+  }
+}
+
 // Unnormalised 128-point Walsh-Hadamard transform in natural order, strides 1, 2, 4, .. 64.
 template <class V>
 EXL3_INLINE void hadamard128(typename V::F (&v)[128 / V::kLanes]) {
-  using F = typename V::F;
-  constexpr int kCount = 128 / V::kLanes;
-  unroll<kCount>([&](auto i) {
+  unroll<128 / V::kLanes>([&](auto i) {
     if constexpr (V::kLanes > 1) v[i] = V::template butterfly<1>(v[i]);
     if constexpr (V::kLanes > 2) v[i] = V::template butterfly<2>(v[i]);
     if constexpr (V::kLanes > 4) v[i] = V::template butterfly<4>(v[i]);
     if constexpr (V::kLanes > 8) v[i] = V::template butterfly<8>(v[i]);
   });
-  for (int stride = 1; stride < kCount; stride *= 2) {
-    for (int i = 0; i < kCount; ++i) {
-      if (i & stride) continue;
-      const F a = v[i], b = v[i + stride];
-      v[i] = V::add(a, b);
-      v[i + stride] = V::sub(a, b);
-    }
-  }
+  vector_stages<V>(v);
 }
 
 template <class V>

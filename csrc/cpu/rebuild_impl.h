@@ -13,14 +13,7 @@ EXL3_INLINE void butterflies(float* base, int64_t stride) {
   using F = typename V::F;
   F v[kCount];
   unroll<kCount>([&](auto i) { v[i] = V::load(base + i * stride); });
-  for (int step = 1; step < kCount; step *= 2) {
-    for (int i = 0; i < kCount; ++i) {
-      if (i & step) continue;
-      const F a = v[i], b = v[i + step];
-      v[i] = V::add(a, b);
-      v[i + step] = V::sub(a, b);
-    }
-  }
+  vector_stages<V>(v);
   unroll<kCount>([&](auto i) { V::store(base + i * stride, v[i]); });
 }
 

@@ -23,7 +23,6 @@ struct Avx2 {
   static constexpr int kGemmRows = 3;  // 12 accumulators of 16 registers
   static constexpr int kGemmVectors = 4;
 
-  static F zero() { return _mm256_setzero_ps(); }
   static F load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
   static F set1(float v) { return _mm256_set1_ps(v); }

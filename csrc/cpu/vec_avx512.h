@@ -23,7 +23,6 @@ struct Avx512 {
   static constexpr int kGemmRows = 6;     // 24 accumulators, 4 weights and one activation: 29 of
   static constexpr int kGemmVectors = 4;  // the 32 registers
 
-  static F zero() { return _mm512_setzero_ps(); }
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
   static F set1(float v) { return _mm512_set1_ps(v); }

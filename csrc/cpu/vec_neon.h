@@ -23,7 +23,6 @@ struct Neon {
   static constexpr int kGemmRows = 6;  // 24 accumulators of 32 registers
   static constexpr int kGemmVectors = 4;
 
-  static F zero() { return vdupq_n_f32(0.0f); }
   static F load(const float* p) { return vld1q_f32(p); }
   static void store(float* p, F v) { vst1q_f32(p, v); }
   static F set1(float v) { return vdupq_n_f32(v); }

@@ -29,7 +29,6 @@ struct Portable {
   static T each(Fn&& fn) {
     return T{fn(0), fn(1), fn(2), fn(3)};
   }
-  static F zero() { return F{}; }
   static F load(const float* p) { return {p[0], p[1], p[2], p[3]}; }
   static void store(float* p, F v) { std::memcpy(p, v.data(), sizeof(v)); }
   static F set1(float v) { return {v, v, v, v}; }

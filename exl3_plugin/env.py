@@ -40,6 +40,15 @@ def _choice(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    value = text.strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 0 or 1")
+
+
 VARIABLES: dict[str, Variable] = {
     variable.name: variable
     for variable in (
@@ -58,6 +67,22 @@ VARIABLES: dict[str, Variable] = {
             help="instruction set of the CPU kernels, which read it themselves; the best one that "
             "the processor has where it is not set",
             parse=_choice("avx512", "avx2", "neon", "portable"),
+        ),
+        Variable(
+            name="EXL3_EXACT",
+            type="0 | 1",
+            default=False,
+            help="always the format's own rounded weights on a GPU, also for few rows, where a "
+            "form that leaves out a weight's last rounding is faster",
+            parse=_switch,
+        ),
+        Variable(
+            name="EXL3_PDL",
+            type="0 | 1",
+            default=True,
+            help="let a kernel start while the one before it ends, on GPUs that can (compute "
+            "capability 9.0 and later); changes time, not results",
+            parse=_switch,
         ),
     )
 }
@@ -91,6 +116,11 @@ def get(name: str) -> Any:
         return variable.parse(text)
     except ValueError as error:
         raise ValueError(f"{where}={text!r}: {error} ({variable.help})") from error
+
+
+def batch_invariant() -> bool:
+    """vLLM's own switch `VLLM_BATCH_INVARIANT`, read as the compiled CPU kernels read it."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "") not in ("", "0")
 
 
 def misspelt() -> list[tuple[str, str]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from bench import generate, peers, timing
-from bench.generate import Bank, Truth
+from bench.generate import WORST_LIMIT, Bank, Truth, Verdict
 from bench.ruler import TOLERANCE, Ruler
 from exl3_plugin import ops
 
@@ -20,6 +20,8 @@ FAST_ROWS = 16
 """Most rows for which a fast form exists; above, both forms are one and the same kernel."""
 LIMITS = {torch.bfloat16: 2.5e-3, torch.float16: 6e-4}
 """Relative L2 error that passes, by the type of the result."""
+ANY_PLAN = ops.Plan(ops.GEMM, 16, ops.EXACT, 0)
+"""Where only the truth of an expectation matters."""
 DENSE_LIMIT = 3.5e-3
 """The same where the weight itself is rounded to the type of the activations."""
 
@@ -36,13 +38,13 @@ class Kernel:
     form: str
 
     @property
-    def plan(self) -> list[int] | None:
-        """`[kernel, rows, form, blocks]` for `exl3::linear_with`; None for dispatch."""
+    def plan(self) -> ops.Plan | None:
+        """For `exl3::linear_with`; None for dispatch."""
         if self.name == "auto":
             return None
         if self.name == "dense":
-            return [ops.DENSE, 0, ops.EXACT, 0]
-        return [ops.GEMM, int(self.name), FORMS.index(self.form), 0]
+            return ops.Plan(ops.DENSE, 0, ops.EXACT, 0)
+        return ops.Plan(ops.GEMM, int(self.name), FORMS.index(self.form), 0)
 
     def applies(self, rows: int) -> bool:
         """False where a point would say nothing new, or would only burn time."""
@@ -150,10 +152,20 @@ class Workbench:
         dtype: torch.dtype,
         truth: Truth,
         limit: float,
-    ) -> float:
-        """Runs the arm once on the copy that `truth` is about; returns the relative L2 error.
+        plan: ops.Plan | None = None,
+    ) -> Verdict:
+        """Runs the arm once on the copy that `truth` is about and compares the result.
 
         The output's memory holds NaN before, as far as the allocator hands out the same block.
+
+        Args:
+            call: takes (copy, x).
+            size: (m, k, n).
+            copies: copies of the weights.
+            dtype: of x and of the result.
+            truth: about one of the copies.
+            limit: relative L2 error that passes.
+            plan: how our kernel computes, whose bound holds too; None for another's kernel.
 
         Raises:
             WrongResult: the result is off by more than `limit`, or not finite everywhere.
@@ -166,53 +178,40 @@ class Workbench:
         y = call(truth.copy, x)
         if tuple(y.shape) != (m, n) or y.dtype != dtype:
             raise WrongResult(f"the result is {list(y.shape)} {y.dtype}, expected {[m, n]} {dtype}")
-        verdict = generate.verify(y, x, truth)
-        if not verdict.passes(limit):
+        verdict = generate.verify(y, x, truth, plan or ANY_PLAN)
+        if not verdict.passes(limit, bounded=plan is not None):
             raise WrongResult(
                 f"relative error {verdict.relative:.2e} (limit {limit:.1e}), worst element "
-                f"{verdict.worst:.2e} of the RMS (limit {20 * limit:.1e}), "
+                f"{verdict.worst:.2f} of its bound (limit {WORST_LIMIT}), "
                 f"{'all' if verdict.finite else 'not all'} elements finite"
             )
-        return verdict.relative
+        return verdict
 
 
-def ours(bank: Bank, kernel: Kernel) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """The call of our operator on one bank; sets the option `exact` as the form says."""
+def ours(
+    bank: Bank, kernel: Kernel, options: dict[str, bool]
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """The call of our operator on one bank; sets its options, `exact` as the form says."""
     strips = bank.strips.unbind(0)
     suh = [bank.suh[i : i + 1] for i in range(bank.copies)]
     svh = bank.svh.unbind(0)
-    shards, plan = bank.shards, kernel.plan
-    operators = torch.ops.exl3
-    if plan is None:
-        operators.set_option("exact", int(kernel.form == "exact"))
-        operator = operators.linear
+    shards = bank.shards
+    if kernel.plan is None:
+        ops.configure(**{**options, "exact": kernel.form == "exact"})
+        operator, forced = torch.ops.exl3.linear, ()
+    else:
+        ops.configure(**{**options, "exact": False})
+        operator, forced = torch.ops.exl3.linear_with, (list(kernel.plan),)
 
-        def call(copy: int, x: torch.Tensor) -> torch.Tensor:
-            return operator(x, strips[copy], suh[copy], svh[copy], None, shards, 0)
+    def call(copy: int, x: torch.Tensor) -> torch.Tensor:
+        return operator(x, strips[copy], suh[copy], svh[copy], None, shards, 0, *forced)
 
-        return call
-
-    operators.set_option("exact", 0)
-    forced = operators.linear_with
-
-    def call_forced(copy: int, x: torch.Tensor) -> torch.Tensor:
-        return forced(x, strips[copy], suh[copy], svh[copy], None, shards, 0, plan)
-
-    return call_forced
+    return call
 
 
-def default_plan(
-    device: ops.Device, m: int, bank: Bank, exact: bool, batch_invariant: bool = False
-) -> list[int]:
-    """What dispatch chooses where no profile is in force."""
-    return list(
-        ops.plan(device, m, bank.k, bank.n, bank.bits, bank.codebook, exact, batch_invariant)
-    )
-
-
-def limit_for(plan: Sequence[int], dtype: torch.dtype) -> float:
+def limit_for(plan: ops.Plan, dtype: torch.dtype) -> float:
     """Relative L2 error that passes for a plan."""
-    return DENSE_LIMIT if plan[0] == ops.DENSE and dtype == torch.bfloat16 else LIMITS[dtype]
+    return DENSE_LIMIT if plan.kernel == ops.DENSE and dtype == torch.bfloat16 else LIMITS[dtype]
 
 
 def peer_reading(

@@ -32,6 +32,7 @@ from exl3_plugin import devices, ops
 from exl3_plugin.format import CODEBOOKS, LEGAL_BITS
 
 DEFAULT_SHAPES = "5120x12288,17408x5120,4096x2048"
+OPTIONS = ("batch_invariant", "dependent_launch")
 DEFAULT_ROWS = "1,2,4,8,16,32,64,128,256,512,2048,8192"
 
 
@@ -94,18 +95,19 @@ def parse_names(text: str, known: tuple[str, ...], what: str) -> list[str]:
     return names
 
 
-def parse_options(items: list[str]) -> dict[str, int]:
-    """`name=value` items for `exl3::set_option`.
+def parse_options(items: list[str]) -> dict[str, bool]:
+    """`name=0` and `name=1` items for `ops.configure`; `exact` is what `--forms` is for.
 
     Raises:
-        ValueError: another form.
+        ValueError: another name or form.
     """
     options = {}
     for item in items:
-        name, sign, value = item.partition("=")
-        if not sign or not value.lstrip("-").isdigit():
-            raise ValueError(f"option {item!r}: expected name=number, such as dependent_launch=0")
-        options[name] = int(value)
+        name, _, value = item.partition("=")
+        if name not in OPTIONS or value not in ("0", "1"):
+            names = " or ".join(OPTIONS)
+            raise ValueError(f"option {item!r}: expected {names}, then =0 or =1")
+        options[name] = value == "1"
     return options
 
 
@@ -138,13 +140,13 @@ class Run:
     def __init__(
         self,
         bench: Workbench,
-        facts: devices.DeviceFacts,
+        device: ops.Device,
         found: peers.Peers,
-        options: dict[str, int],
+        options: dict[str, bool],
         dtype: torch.dtype,
         eager: bool = False,
     ):
-        self.bench, self.facts, self.found = bench, facts, found
+        self.bench, self.device, self.found = bench, device, found
         self.options, self.dtype, self.eager = options, dtype, eager
 
     def points(
@@ -228,15 +230,14 @@ class Run:
             f"kernel {kernel.name} {kernel.form}"
         )
         plan = kernel.plan
-        if plan is None:
-            invariant = bool(self.options.get("batch_invariant"))
-            exact = kernel.form == "exact"
-            plan = arms.default_plan(ops.cuda_device(), m, bank, exact, invariant)
-        point["plan"] = plan
-        limit = arms.limit_for(plan, self.dtype)
         try:
-            call = arms.ours(bank, kernel)
-            point["error"] = self.bench.proven(call, size, bank.copies, self.dtype, truth, limit)
+            call = arms.ours(bank, kernel, self.options)
+            if plan is None:
+                plan = ops.plan(self.device, m, bank.k, bank.n, bank.bits, bank.codebook)
+            point["plan"] = list(plan)
+            limit = arms.limit_for(plan, self.dtype)
+            verdict = self.bench.proven(call, size, bank.copies, self.dtype, truth, limit, plan)
+            point.update(error=verdict.relative, bound=verdict.worst, noise=verdict.statistical)
             point.update(
                 self.bench.reading(call, size, bank.copies, bank.copy_bytes, self.dtype, where)
             )
@@ -244,7 +245,7 @@ class Run:
                 xs, _ = self.bench.operands(m, bank.k, bank.n, bank.copies, self.dtype)
                 step = timing.time_eager(lambda i: call(i, xs[i % len(xs)]), bank.copies)
                 point["eager_us"] = round(step, 3)
-        except (WrongResult, RuntimeError, NotImplementedError) as error:
+        except (WrongResult, RuntimeError, AttributeError) as error:
             message = str(error).splitlines()[0]
             point["problem"] = message
             self.bench.failures.append(f"{where}: {message}")
@@ -282,7 +283,7 @@ def main(
     forms: Annotated[str, typer.Option(help=", ".join(FORMS))] = "exact,fast",
     kernels: Annotated[str, typer.Option(help=", ".join(KERNELS) + "; none: peers only")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="one line a point")] = None,
-    option: Annotated[list[str], typer.Option(help="name=value for exl3::set_option")] = [],  # noqa: B006
+    option: Annotated[list[str], typer.Option(help="dependent_launch=0, ...")] = [],  # noqa: B006
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
     replays: Annotated[int, typer.Option(help="readings a point")] = timing.REPLAYS,
     eager: Annotated[bool, typer.Option(help="also without a graph, launches included")] = False,
@@ -307,12 +308,10 @@ def main(
     found = peers.find(wanted_peers)
     if grid_kernels:
         ops.require_cuda()
-        for name, value in options.items():
-            torch.ops.exl3.set_option(name, value)
     scale = ruler.measure(nvml=nvml)
     elements = activation_elements(grid_shapes, grid_rows, facts.l2_bytes)
     bench = Workbench(scale, facts.l2_bytes, arms.Activations(elements), replays)
-    run = Run(bench, facts, found, options, number, eager)
+    run = Run(bench, ops.cuda_device(), found, options, number, eager)
 
     console = Console(width=118)
     for line in ruler.describe(facts, scale):

@@ -33,6 +33,8 @@ METRICS = {
     "torch": ("times bf16 cuBLAS", "{:.2f}"),
     "marlin": ("times Marlin", "{:.2f}"),
     "error": ("relative error, 1e-4", "{:.1f}"),
+    "bound": ("largest error, % of its bound", "{:.1f}"),
+    "noise": ("largest error, % of the statistical bound", "{:.0f}"),
     "spread": ("spread of the replays, %", "{:.1f}"),
 }
 
@@ -43,7 +45,7 @@ def metric(point: dict[str, Any], name: str) -> float | None:
         return point.get("ratios", {}).get(name)
     key = {"share": "ruler_share", "tflops": "tflop_s"}.get(name, name)
     value = point.get(key)
-    scale = {"error": 1e4, "spread": 100}.get(name, 1)
+    scale = {"error": 1e4, "spread": 100, "bound": 100, "noise": 100}.get(name, 1)
     return None if value is None else value * scale
 
 

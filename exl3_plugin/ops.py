@@ -8,6 +8,7 @@ CUDA, and its absence is an error only once a CUDA tensor is to be used: `requir
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -154,18 +155,22 @@ def _index(device: torch.device | str | int | None) -> int:
 @functools.cache
 def _check_capability(index: int) -> None:
     major, minor = torch.cuda.get_device_capability(index)
+    info = json.loads(torch.ops.exl3.cuda_build_info())
     built = sorted(torch.ops.exl3.cuda_architectures())
-    refusal = capability_error(10 * major + minor, built)
+    refusal = capability_error(10 * major + minor, built, info["ptx"])
     if refusal is not None:
         raise LibraryError(f"cuda:{index} ({torch.cuda.get_device_name(index)}) {refusal}")
 
 
-def capability_error(capability: int, built: Sequence[int]) -> str | None:
-    """Why code for the architectures `built` does not run on `capability`; None where it does.
+def capability_error(capability: int, built: Sequence[int], ptx: Sequence[int] = ()) -> str | None:
+    """Why a library does not run on a compute capability; None where it does.
 
-    Machine code runs on its own and on later minor versions of the same major version.
+    Machine code (`built`) runs on its own and on later minor versions of the same major version,
+    PTX is translated by the driver for any later version.
     """
     if any(arch // 10 == capability // 10 and arch <= capability for arch in built):
+        return None
+    if any(arch <= capability for arch in ptx):
         return None
     names = ", ".join(f"sm_{arch}" for arch in built) or "nothing"
     return (

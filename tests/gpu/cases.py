@@ -31,7 +31,18 @@ PLANS = {
 WORST_LIMIT = 0.5
 """Share of the worst-case bound above which a result counts as wrong."""
 
-__all__ = ["DTYPES", "PLANS", "RATES", "ROWS", "Layer", "Report", "activations", "make_layer"]
+__all__ = [
+    "DTYPES",
+    "PLANS",
+    "RATES",
+    "ROWS",
+    "Layer",
+    "Report",
+    "activations",
+    "closest",
+    "make_layer",
+    "same_bits",
+]
 
 
 @dataclass
@@ -169,3 +180,24 @@ class Report:
         shown = "\n".join(self.broken[:20])
         assert not self.broken, f"{len(self.broken)} cases break a bound:\n{shown}"
         assert self.statistical, "nothing was checked"
+
+
+def closest(
+    layer: Layer, y: torch.Tensor, expectations: list[oracle.Expectation]
+) -> tuple[float, float]:
+    """Fractions of the bounds where each shard may have been computed in any of several ways."""
+    worst, at = (0.0, 0.0), 0
+    for shard in layer.shards:
+        columns = (at, at + shard.n_out)
+        at += shard.n_out
+        part = y[:, columns[0] : columns[1]]
+        best = min(e.columns(*columns).fractions(part) for e in expectations)
+        worst = tuple(map(max, worst, best))
+    return worst
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of a 16-bit dtype are equal bit by bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))

@@ -11,10 +11,13 @@ Two bounds, with u = 2^-24 and v = 2^-11 (half a unit of fp16, relative), t = x 
   sum |xh| |A|. It is what a user is promised, and hundreds of times larger than real errors, so a
   result beyond HALF of it fails.
 * `statistical`: what catches faults. Each rounding is modelled as it happens: xh is rounded to fp16
-  as the kernel does it, so what is left of that step are the few elements where fp32 noise flips
-  the rounding; fast forms are compared with the unrounded weights they declare. A result may be off
-  by SIGMAS standard deviations of the rest plus the conversion to its dtype, which is taken as half
-  a unit in the last place of this very number.
+  as the kernel does it, so what is left of that step are the few elements so near the middle of two
+  fp16 numbers that fp32 noise decides, each of which may go either way; fast forms are compared
+  with the unrounded weights they declare. A result may be off by that and SIGMAS standard
+  deviations of the other roundings.
+
+Both stand before the conversion to the result's dtype, half a unit in the last place of the very
+number, which an error may exceed them by.
 
 The dense route rounds the weight in the original basis once to the activation dtype, and before
 that the half-transformed tile once to fp16; its statistical bound models both as noise.
@@ -31,9 +34,11 @@ import torch
 U = 2.0**-24
 HALF = 2.0**-11
 SIGMAS = 10.0
+UNDECIDED = 8.0
+"""Standard deviations of fp32 noise within which the rounding of the image may go either way."""
+
 BLOCK = 128
 ROOT = math.sqrt(BLOCK)
-LARGEST_WEIGHT = 4.0
 JOINS = 64
 """Partial sums of one output that are joined after the loop over k: warps times blocks, at most."""
 
@@ -177,9 +182,14 @@ class Weights:
         return self._matrix(2)
 
     @cached_property
+    def half_way(self) -> torch.Tensor:
+        """The exact weight after the output transform alone, `[k, n]`."""
+        return hadamard(self.exact)
+
+    @cached_property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The weight in the original basis `[k, n]`; variance and worst error before rounding."""
-        half_way = hadamard(self.exact)
+        half_way = self.half_way
         scale = (self.suh[:, None] * self.svh).abs()
         weight = hadamard(half_way.T).T * self.suh[:, None] * self.svh
         noise = (HALF * half_way) ** 2 / 3 + (7 / 3) * U**2 * spread(self.exact**2) / BLOCK
@@ -252,24 +262,28 @@ def gemm(x: torch.Tensor, weights: Weights, fast: bool, bias=None) -> Expectatio
     image = rounded(xh * ratio, torch.float16) / ratio
     unit = step(xh * ratio, torch.float16) / ratio
 
-    # fp32 noise e ahead of the rounding to fp16 flips it with probability |e| / unit.
+    # Where xh lies this near the middle of two fp16 numbers, fp32 noise decides between them.
     noise = U * torch.sqrt((7 / 3) * spread(t**2) / BLOCK + xh**2)
+    near = (((xh / unit) % 1 - 0.5).abs() * unit < UNDECIDED * noise) * unit
+    undecided = near @ weights.half_way.abs() * weights.svh.abs()
     energy = image**2 @ summed**2
-    variance = (noise * unit) @ used**2 + 4 * U**2 * energy
     z = image @ used
     # A truncating accumulator drifts with its own size, which grows like the root of the energy.
     size = energy.sqrt()
-    if fast and weights.codebook == "mul1":
-        drift = image.cumsum(1).abs().amax(1, keepdim=True)
-        size = size + 905216 / 2**18 * drift
     steps = k / (8 if fast else 16) + 16
+    common = torch.zeros_like(size)
+    if fast and weights.codebook == "mul1":
+        # What byte sums have too much is the same in all channels: it drifts alike in all of them,
+        # and the transform gathers it in the first channel of a block, where it is taken off.
+        excess = 905216 / 2**18 * image.cumsum(1).abs().amax(1, keepdim=True)
+        size = size + excess
+        common[:, ::BLOCK] = 2 * U * (steps + 16) * excess * ROOT
     drifted = 4 * torch.sqrt(spread((2 * U * steps * size) ** 2)) * scale
-    variance = spread(variance + (7 / 3) * U**2 * z**2) * scale**2
+    drifted = drifted + common * weights.svh.abs()
+    variance = spread(4 * U**2 * energy + (7 / 3) * U**2 * z**2) * scale**2
     y = hadamard(z) * weights.svh
     magnitude = y.abs() if bias is None else y.abs() + bias.double().abs()
-    # Flips are rare: where few are expected, one alone exceeds any number of their deviations.
-    flips = 2 * LARGEST_WEIGHT * unit.amax(1, keepdim=True) * scale
-    statistical = SIGMAS * variance.sqrt() + drifted + flips + 4 * U * magnitude
+    statistical = SIGMAS * variance.sqrt() + drifted + undecided + 4 * U * magnitude
 
     truth_z = xh @ exact
     size = HALF * xh.abs() + 2.0**-25 / ratio + U * (7 * spread(t.abs()) / ROOT + 2 * xh.abs())

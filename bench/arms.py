@@ -188,23 +188,30 @@ class Workbench:
         return verdict
 
 
+def forced(bank: Bank, plan: ops.Plan) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """The call of `exl3::linear_with` on one bank."""
+    return _call(bank, torch.ops.exl3.linear_with, (list(plan),))
+
+
 def ours(
     bank: Bank, kernel: Kernel, options: dict[str, bool]
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
     """The call of our operator on one bank; sets its options, `exact` as the form says."""
+    plan = kernel.plan
+    ops.configure(**{**options, "exact": plan is None and kernel.form == "exact"})
+    return _call(bank, torch.ops.exl3.linear, ()) if plan is None else forced(bank, plan)
+
+
+def _call(
+    bank: Bank, operator: Callable[..., torch.Tensor], last: tuple[Any, ...]
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
     strips = bank.strips.unbind(0)
     suh = [bank.suh[i : i + 1] for i in range(bank.copies)]
     svh = bank.svh.unbind(0)
     shards = bank.shards
-    if kernel.plan is None:
-        ops.configure(**{**options, "exact": kernel.form == "exact"})
-        operator, forced = torch.ops.exl3.linear, ()
-    else:
-        ops.configure(**{**options, "exact": False})
-        operator, forced = torch.ops.exl3.linear_with, (list(kernel.plan),)
 
     def call(copy: int, x: torch.Tensor) -> torch.Tensor:
-        return operator(x, strips[copy], suh[copy], svh[copy], None, shards, 0, *forced)
+        return operator(x, strips[copy], suh[copy], svh[copy], None, shards, 0, *last)
 
     return call
 

@@ -84,6 +84,14 @@ VARIABLES: dict[str, Variable] = {
             "capability 9.0 and later); changes time, not results",
             parse=_switch,
         ),
+        Variable(
+            name="EXL3_PROFILE",
+            type="path",
+            default=None,
+            help="file that bench/calibrate.py wrote on this device; its plans are used instead of "
+            "the built-in ones, and it is refused where device, driver or build differ",
+            parse=str,
+        ),
     )
 }
 

@@ -189,14 +189,15 @@ class Weights:
     @cached_property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The weight in the original basis `[k, n]`; variance and worst error before rounding."""
-        half_way = self.half_way
+        half_way = hadamard(self.exact.T).T  # over the inputs first, and then rounded to fp16
         scale = (self.suh[:, None] * self.svh).abs()
-        weight = hadamard(half_way.T).T * self.suh[:, None] * self.svh
-        noise = (HALF * half_way) ** 2 / 3 + (7 / 3) * U**2 * spread(self.exact**2) / BLOCK
-        variance = (spread(noise.T).T / BLOCK) * scale**2 + (2 * U * weight) ** 2
-        size = HALF * half_way.abs() + 7 * U * spread(self.exact.abs()) / ROOT + 2.0**-25
-        worst = spread(size.T).T / ROOT * scale + 16 * U * weight.abs()
-        return weight, variance, worst
+        weight = hadamard(half_way) * self.suh[:, None] * self.svh
+        single = (7 / 3) * U**2 * spread((self.exact**2).T).T / BLOCK
+        variance = spread((HALF * half_way) ** 2 / 3 + single) / BLOCK
+        variance = (variance + (7 / 3) * U**2 * spread(half_way**2) / BLOCK) * scale**2
+        single = 8 * U * spread(self.exact.abs().T).T / ROOT + 2.0**-25
+        worst = spread((HALF + 8 * U) * half_way.abs() + single) / ROOT * scale
+        return weight, variance + (2 * U * weight) ** 2, worst + 4 * U * weight.abs()
 
 
 @dataclass

@@ -31,9 +31,7 @@ def check(layer: cases.Layer, reference: cases.Layer, x: torch.Tensor, plan) -> 
 def main() -> int:
     """Runs the cases; 1 if a result is off by more than rounding explains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--dense", action="store_true", help="also the route through a GEMM library"
-    )
+    parser.add_argument("--dense", action="store_true", help="also torch's own product")
     parser.add_argument("--rates", type=int, default=len(cases.RATES), help="how many rates")
     arguments = parser.parse_args()
     ops.require_cuda()

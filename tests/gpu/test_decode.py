@@ -40,11 +40,12 @@ def test_rebuilt_weight(dtype, capfd):
     """`exl3::dense_weight`: both transforms and both scales, rounded once; shards, cuts, rows."""
     report = cases.Report()
     layers = [cases.make_layer([1, i], 256, [(*rate, 256)]) for i, rate in enumerate(cases.RATES)]
+    layers = [(layer, layer.k) for layer in layers]
     specs = [("mcg", 64, 384, 100, 200), ("mul1", 56, 128), ("3inst", 96, 256, 0, 129)]
-    layers.append(cases.make_layer(2, 512, specs, k_begin=70))
-    layers.append(cases.make_layer(3, 2048, [("mul1", 64, 1024)]))
-    for layer in layers:
-        k_in = 300 if layer.k_begin else layer.k
+    for k_begin, k_in in ((70, 300), (0, 251), (4, 250), (128, 384), (511, 1)):
+        layers.append((cases.make_layer(2, 512, specs, k_begin=k_begin), k_in))
+    layers.append((cases.make_layer(3, 2048, [("mul1", 64, 1024)]), 2048))
+    for layer, k_in in layers:
         found = torch.ops.exl3.dense_weight(
             layer.flat,
             layer.suh,

@@ -1,0 +1,70 @@
+// The product of transformed activations with an EXL3 weight: what the host hands to the device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "device/forms.h"
+#include "format/codebook.cuh"
+
+namespace exl3 {
+
+inline constexpr int kMaxShards = 16;    // of one fused layer
+inline constexpr int kGemmThreads = 256;  // 8 warps
+inline constexpr int kMaxStages = 8;
+
+enum class Dtype : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+
+// Bytes of the image of one row tile: fp16 activations in the order of B fragments,
+// [k / 16][rows / 8 in pairs][lane][registers].
+constexpr int64_t image_bytes(int64_t k, int rows) { return k * rows * 2; }
+
+// fp32 partial sums that one thread block may publish: [rows][128].
+constexpr int64_t partial_bytes(int rows) { return int64_t{rows} * 128 * 4; }
+
+struct GemmShard {
+  const uint8_t* weights;  // strips
+  const uint8_t* image;    // of row tile 0
+  const float* block_sums;  // [padded rows][k / 128] sums of the image, for Form::kFast of kByteSum
+  const uint16_t* svh;     // fp16 [n]
+  int strip_begin;         // index of its first strip among those of the launch
+  int n_begin, n_out;      // columns wanted of it
+  int out_begin;           // first column in the output
+};
+
+struct GemmParams {
+  GemmShard shards[kMaxShards];
+  int shard_count;
+  int m;           // rows of this launch
+  int k;           // multiple of 128
+  int strips;      // of all shards
+  int positions;   // thread blocks a row tile
+  int stages;      // of the ring of a warp group
+  int64_t image_tile_bytes;  // from one row tile of a shard to the next
+  void* out;       // [m, out_stride]
+  int64_t out_stride;
+  const void* bias;  // [n], indexed like the columns of out; may be null
+  Dtype out_dtype, bias_dtype;
+  float* partials;  // [row tiles][positions][rows][128]
+  uint32_t* flags;  // [row tiles][positions], zero at the start
+  DecodeConstants constants;
+};
+
+struct GemmLaunch {
+  int rows;  // of a row tile: 8, 16, 32, 64 or 128
+  Form form;
+  Family family;
+  bool dependent_launch;
+  size_t shared_limit;  // bytes a block may have
+  cudaStream_t stream;
+};
+
+// Thread blocks of a multiprocessor that the registers allow at this tile height.
+constexpr int gemm_blocks_of_sm(int rows) { return rows <= 32 ? 2 : 1; }
+
+// One function a rate, each in a file of its own: kHalfBits is twice the bits per weight.
+template <int kHalfBits>
+cudaError_t launch_gemm(GemmParams& params, const GemmLaunch& launch);
+
+}  // namespace exl3

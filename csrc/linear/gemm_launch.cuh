@@ -1,0 +1,63 @@
+// Choosing the instance for a launch; included by the files that instantiate one rate each.
+#pragma once
+
+#include <algorithm>
+
+#include "linear/gemm_kernel.cuh"
+#include "linear/launch.cuh"
+
+namespace exl3 {
+
+template <class C>
+cudaError_t launch_config(GemmParams& params, const GemmLaunch& launch) {
+  // As many stages as fit beside the other blocks of the multiprocessor; two always do.
+  constexpr int kBlocks = gemm_blocks_of_sm(C::kRows);
+  params.stages = 2;
+  while (params.stages < kMaxStages &&
+         static_cast<size_t>(C::shared_bytes(params.stages + 1)) * kBlocks <= launch.shared_limit) {
+    ++params.stages;
+  }
+  params.image_tile_bytes = image_bytes(params.k, C::kRows);
+  const int shared_bytes = C::shared_bytes(params.stages);
+  auto* kernel = gemm_kernel<C>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  const int row_tiles = (params.m + C::kRows - 1) / C::kRows;
+  return launch_kernel(kernel, dim3(params.positions, row_tiles), kGemmThreads, shared_bytes,
+                       launch.dependent_launch, launch.stream, params);
+}
+
+template <int kHalfBits, Family kFamily>
+cudaError_t launch_family(GemmParams& params, const GemmLaunch& launch) {
+  if (launch.form == Form::kFast) {
+    switch (launch.rows) {
+      case 8: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kFast, 8>>(params, launch);
+      case 16:
+        return launch_config<GemmConfig<kHalfBits, kFamily, Form::kFast, 16>>(params, launch);
+      default: return cudaErrorInvalidValue;
+    }
+  }
+  switch (launch.rows) {
+    case 8: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 8>>(params, launch);
+    case 16: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 16>>(params, launch);
+    case 32: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 32>>(params, launch);
+    case 64: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 64>>(params, launch);
+    case 128:
+      return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 128>>(params, launch);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+template <int kHalfBits>
+cudaError_t launch_gemm(GemmParams& params, const GemmLaunch& launch) {
+  if (launch.family == Family::kByteSum) {
+    return launch_family<kHalfBits, Family::kByteSum>(params, launch);
+  }
+  if constexpr (kHalfBits % 2 == 0) {
+    return launch_family<kHalfBits, Family::kHalves>(params, launch);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace exl3

@@ -1,0 +1,9 @@
+// Kernels of 2.5 bits per weight.
+#include "linear/gemm_launch.cuh"
+#include "linear/rebuild_kernel.cuh"
+
+namespace exl3 {
+template cudaError_t launch_gemm<5>(GemmParams&, const GemmLaunch&);
+template cudaError_t launch_rebuild<5>(const RebuildParams&, Family, cudaStream_t);
+template cudaError_t launch_reconstruct<5>(const ReconstructParams&, Family, cudaStream_t);
+}  // namespace exl3

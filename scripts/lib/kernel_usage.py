@@ -21,6 +21,10 @@ import cuda_tools
 SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 """KiB of shared memory a block may have, by compute capability times ten (CUDA's guide)."""
 
+RESERVED_BYTES = 1024
+"""Shared memory that the system keeps for each block, outside of what a block may have. From sm_90
+on cuobjdump counts it in."""
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -50,6 +54,8 @@ def read_usage(path: Path, cuobjdump: Path) -> list[Usage]:
             kernel = match[1]
         elif match := re.match(r" *REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
             registers, stack, shared, local = map(int, match.groups())
+            if architecture >= 90 and shared >= RESERVED_BYTES:
+                shared -= RESERVED_BYTES
             found.append(Usage(architecture, kernel, registers, stack + local, shared))
     if not found:
         raise cuda_tools.ToolError(f"cuobjdump found no kernel in {path}")

@@ -21,17 +21,17 @@ HALF = ("HADD2", "HFMA2", "HMUL2")
 MEMORY = ("LDG", "LDS", "LDSM", "STG", "STS", "LDL", "STL", "LDC", "LDCU", "LD", "ST")
 
 
-def compile_cubin(source: Path, architecture: int, target: Path, *flags: str) -> str:
-    """Compiles one source for one architecture; returns what nvcc and ptxas said.
+def compile_object(source: Path, architecture: int, target: Path, *flags: str) -> None:
+    """Compiles one source for one architecture; the target's ending chooses cubin or object file.
 
-    Raises RuntimeError with their words when it does not compile.
+    Raises RuntimeError with the compiler's words when it does not compile.
     """
     nvcc = cuda_tools.find_nvcc(exactly=RELEASE)
-    command = [nvcc, "-cubin", *FLAGS, *flags, f"-arch=sm_{architecture}", source, "-o", target]
+    kind = "-cubin" if target.suffix == ".cubin" else "-c"
+    command = [nvcc, kind, *FLAGS, *flags, f"-arch=sm_{architecture}", source, "-o", target]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{source} for sm_{architecture}:\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
 
 
 def instructions(cubin: Path) -> dict[str, Counter]:

@@ -46,7 +46,7 @@ BUDGET = {
 def counted(request, tmp_path_factory) -> tuple[int, dict[str, Counter]]:
     """Architecture, and the opcodes of every probe kernel compiled for it."""
     cubin = tmp_path_factory.mktemp("decoder") / f"sm_{request.param}.cubin"
-    machine_code.compile_cubin(PROBE, request.param, cubin)
+    machine_code.compile_object(PROBE, request.param, cubin)
     return request.param, machine_code.instructions(cubin)
 
 

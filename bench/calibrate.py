@@ -40,7 +40,11 @@ FAMILIES = {"mcg": tuning.HALVES_FAMILY, "mul1": tuning.MUL1_FAMILY}
 HYSTERESIS = 1.02
 FAST_PENALTY = 1.05
 DENSE_FROM_ROWS = 48
-BLOCKS_PER_SM = (1, 2, 3, 4)
+BLOCKS_PER_SM = (1, 2, 3)
+SMALL_TILE_ROWS = 32
+"""Up to this tile two thread blocks fit an SM, which is where the search for blocks begins."""
+UNIT_INPUTS = 32
+"""Inputs of one unit of work, whose other side is a strip of 128 columns."""
 SCREEN_REPLAYS = 3
 FINAL_REPLAYS = 11
 FINALISTS_WITHIN = 1.06
@@ -65,36 +69,38 @@ class Layer:
         return f"{self.k}x{self.n} {self.bits:g} bit {self.codebook}"
 
 
-def candidates(m: int, default: ops.Plan) -> list[ops.Plan]:
+def candidates(m: int, default: ops.Plan, sms: int, most_blocks: int) -> list[ops.Plan]:
     """Plans worth measuring at `m` rows, the built-in one first.
 
     Tiles of far fewer rows than m decode every weight many times over, tiles of far more multiply
     mostly padding. The largest tile is measured up to the end, for the crossover to dense.
+
+    Args:
+        m: rows of x.
+        default: the built-in plan.
+        sms: multiprocessors of the device.
+        most_blocks: units of work; more thread blocks than that have nothing to do.
     """
     plans = [default]
     for rows in tuning.TILE_ROWS:
         too_small = 8 * rows < m and rows != tuning.TILE_ROWS[-1]
         if too_small or rows > max(16, 2 * m):
             continue
-        plans.append(ops.Plan(ops.GEMM, rows, ops.EXACT, 0))
+        blocks = min(most_blocks, sms * (2 if rows <= SMALL_TILE_ROWS else 1))
+        forms = [ops.EXACT]
         if rows in tuning.FAST_TILE_ROWS and m <= arms.FAST_ROWS:
-            plans.append(ops.Plan(ops.GEMM, rows, ops.FAST, 0))
+            forms.append(ops.FAST)
+        plans += [ops.Plan(ops.GEMM, rows, form, blocks) for form in forms]
     if m >= DENSE_FROM_ROWS:
         plans.append(ops.Plan(ops.DENSE, 0, ops.EXACT, 0))
-    return [plan for i, plan in enumerate(plans) if not _known(plan, plans[:i])]
+    return list(dict.fromkeys(plans))
 
 
-def _known(plan: ops.Plan, earlier: Iterable[ops.Plan]) -> bool:
-    """The same plan is there already; rows and blocks mean nothing for the dense kernel."""
-    both_dense = plan.kernel == ops.DENSE
-    return any(p == plan or (both_dense and p.kernel == ops.DENSE) for p in earlier)
-
-
-def with_blocks(plan: ops.Plan, sms: int) -> list[ops.Plan]:
+def with_blocks(plan: ops.Plan, sms: int, most_blocks: int) -> list[ops.Plan]:
     """The plan with other numbers of thread blocks: whole waves over the SMs."""
     if plan.kernel == ops.DENSE:
         return []
-    counts = (factor * sms for factor in BLOCKS_PER_SM)
+    counts = dict.fromkeys(min(most_blocks, factor * sms) for factor in BLOCKS_PER_SM)
     return [plan._replace(blocks=blocks) for blocks in counts if blocks != plan.blocks]
 
 
@@ -185,10 +191,12 @@ class Calibration:
         def times() -> dict[ops.Plan, float]:
             return {plan: reading["us"] for plan, reading in readings.items()}
 
-        screen(candidates(m, default))
+        sms = self.device.multiprocessors
+        units = layer.k // UNIT_INPUTS * (layer.n // generate.BLOCK)
+        screen(candidates(m, default, sms, units))
         if not readings:
             raise arms.WrongResult(f"{layer}, {m} rows: no plan runs here: {self.refused[-1]}")
-        screen(with_blocks(choose(times(), default), self.device.multiprocessors))
+        screen(with_blocks(choose(times(), default), sms, units))
         final = {}
         for plan in finalists(times(), default):
             reading = self._time(layer, bank, None, m, plan, FINAL_REPLAYS)
@@ -315,7 +323,7 @@ def main(
     ops.configure(exact=False, batch_invariant=False)
     scale = ruler.measure(nvml=nvml)
     for line in ruler.describe(facts, scale):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     todo = [layer for layer in layers if tuple(layer.key) not in partial.done]
     if partial.resumed:
         console.print(f"continuing {partial.path}: {len(layers) - len(todo)} layers are measured")
@@ -353,9 +361,9 @@ def main(
     tuning.apply(tuning.load_profile(out))
     partial.path.unlink()
     for line in calibration.refused[:3]:
-        console.print(f"cannot run here: {line}", markup=False, highlight=False)
+        console.print(f"cannot run here: {line}", markup=False, highlight=False, soft_wrap=True)
     for line in gain_lines([item for measured in results for item in measured]):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"{out}: {len(profile.overrides)} overrides for {len(layers)} layers in "
         f"{profile.seconds:.0f} s. Use it with EXL3_PROFILE={out}",

@@ -315,7 +315,7 @@ def main(
 
     console = Console(width=118)
     for line in ruler.describe(facts, scale):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     for name, reason in found.absent.items():
         console.print(f"peer {name} is absent: {reason}", highlight=False, markup=False)
     header = {"run": {"device": facts.as_dict(), "ruler": asdict(scale), "options": options}}

@@ -161,7 +161,7 @@ def print_summary(
             if body:
                 console.print(_rich_table(header, body, METRICS[name][0]))
     for line in summary_lines(points, failures):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def main(

@@ -12,7 +12,7 @@ import torch
 from bench import generate, peers, timing
 from bench.generate import WORST_LIMIT, Bank, Truth, Verdict
 from bench.ruler import TOLERANCE, Ruler
-from exl3_plugin import ops
+from exl3_plugin import devices, ops
 
 KERNELS = ("auto", "8", "16", "32", "64", "128", "dense")
 FORMS = ("exact", "fast")
@@ -82,7 +82,7 @@ class Workbench:
     l2_bytes: int
     activations: Activations
     replays: int = timing.REPLAYS
-    while_busy: Callable[[], None] | None = None
+    nvml: devices.Monitor | None = None
     failures: list[str] = field(default_factory=list)
 
     def operands(
@@ -102,6 +102,7 @@ class Workbench:
         dtype: torch.dtype,
         where: str,
         replays: int | None = None,
+        sample: bool = False,
     ) -> dict[str, Any]:
         """Times one arm: us, spread, GB/s of weights, share of the ruler, TFLOP/s.
 
@@ -113,19 +114,22 @@ class Workbench:
             dtype: of x and of the result.
             where: names the arm if its reading is impossible.
             replays: fewer or more than usual.
+            sample: read clocks and power while the device works, as `busy`.
         """
         m, k, n = size
         xs, ring = self.operands(m, k, n, copies, dtype)
         moved = weight_bytes + dtype.itemsize * m * (k + n)
         flops = 2.0 * m * k * n
         least = timing.estimate_us(moved, flops, self.ruler.read_gb_s, self.ruler.dense_tflop_s)
+        busy: dict[str, float] = {}
+        nvml = self.nvml if sample else None
         reading = timing.time_rotating(
             lambda copy: call(copy, xs[copy % len(xs)]),
             copies,
             least,
             ring=ring,
             replays=self.replays if replays is None else replays,
-            while_busy=self.while_busy,
+            while_busy=None if nvml is None else lambda: busy.update(nvml.sample()),
         )
         gb_s = weight_bytes / (reading.us * 1e3)
         result = {
@@ -136,6 +140,8 @@ class Workbench:
             "ruler_share": round(gb_s / self.ruler.read_gb_s, 4),
             "tflop_s": round(flops / (reading.us * 1e6), 2),
         }
+        if busy:
+            result["busy"] = busy
         if gb_s > TOLERANCE * self.ruler.read_gb_s:
             result["impossible"] = True
             self.failures.append(

@@ -31,6 +31,8 @@ from bench.arms import FORMS, KERNELS, Kernel, Workbench, WrongResult
 from exl3_plugin import devices, ops
 from exl3_plugin.format import CODEBOOKS, LEGAL_BITS
 
+SAMPLE_EVERY = 4
+"""Clocks and power are read at every fourth row count of a layer."""
 DEFAULT_SHAPES = "5120x12288,17408x5120,4096x2048"
 OPTIONS = ("batch_invariant", "dependent_launch")
 DEFAULT_ROWS = "1,2,4,8,16,32,64,128,256,512,2048,8192"
@@ -144,10 +146,12 @@ class Run:
         found: peers.Peers,
         options: dict[str, bool],
         dtype: torch.dtype,
+        peer_layers: dict[float, list[str]],
         eager: bool = False,
     ):
         self.bench, self.device, self.found = bench, device, found
         self.options, self.dtype, self.eager = options, dtype, eager
+        self.peer_layers = peer_layers
 
     def points(
         self,
@@ -207,7 +211,7 @@ class Run:
             for name, readings in dense.items():
                 if name == "torch" or bits == 4:
                     compared[name] = readings[m]
-            if self.found.exllamav3:
+            if self.found.exllamav3 and codebook in self.peer_layers.get(bits, ()):
                 compared["exllamav3"] = arms.peer_reading(
                     self.bench, bank, m, truths, self.found.exllamav3
                 )
@@ -218,11 +222,13 @@ class Run:
             for kernel in kernels:
                 if kernel.applies(m):
                     truth = truths[number % len(truths)]
-                    point = {**base, **self._ours(bank, m, kernel, truth)}
+                    point = {**base, **self._ours(bank, m, kernel, truth, number)}
                     yield with_ratios({**point, "peers": compared} if compared else point)
 
-    def _ours(self, bank: generate.Bank, m: int, kernel: Kernel, truth: Any) -> dict[str, Any]:
-        """One point of ours: proof, plan and reading."""
+    def _ours(
+        self, bank: generate.Bank, m: int, kernel: Kernel, truth: generate.Truth, number: int
+    ) -> dict[str, Any]:
+        """One point of ours, the number-th of its layer: proof, plan and reading."""
         size = (m, bank.k, bank.n)
         point: dict[str, Any] = {"kernel": kernel.name, "form": kernel.form}
         where = (
@@ -238,9 +244,9 @@ class Run:
             limit = arms.limit_for(plan, self.dtype)
             verdict = self.bench.proven(call, size, bank.copies, self.dtype, truth, limit, plan)
             point.update(error=verdict.relative, bound=verdict.worst, noise=verdict.statistical)
-            point.update(
-                self.bench.reading(call, size, bank.copies, bank.copy_bytes, self.dtype, where)
-            )
+            weights = (bank.copies, bank.copy_bytes)
+            sample = number % SAMPLE_EVERY == 0
+            point.update(self.bench.reading(call, size, *weights, self.dtype, where, sample=sample))
             if self.eager:
                 xs, _ = self.bench.operands(m, bank.k, bank.n, bank.copies, self.dtype)
                 step = timing.time_eager(lambda i: call(i, xs[i % len(xs)]), bank.copies)
@@ -280,6 +286,8 @@ def main(
     codebooks: Annotated[str, typer.Option(help=", ".join(CODEBOOKS))] = "mcg,mul1,3inst",
     rows: Annotated[str, typer.Option(help="rows of x")] = DEFAULT_ROWS,
     peer_names: Annotated[str, typer.Option("--peers", help="all, none, or names")] = "all",
+    peer_bits: Annotated[str, typer.Option(help="rates exllamav3 is run at; all if empty")] = "",
+    peer_codebooks: Annotated[str, typer.Option(help="codebooks likewise")] = ",".join(CODEBOOKS),
     forms: Annotated[str, typer.Option(help=", ".join(FORMS))] = "exact,fast",
     kernels: Annotated[str, typer.Option(help=", ".join(KERNELS) + "; none: peers only")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="one line a point")] = None,
@@ -297,6 +305,8 @@ def main(
             parse_names(kernels, KERNELS, "kernel"), parse_names(forms, FORMS, "form")
         )
         wanted_peers = peers.parse(peer_names)
+        peer_rates = parse_bits(peer_bits) if peer_bits else grid_rates
+        peer_books = parse_names(peer_codebooks, CODEBOOKS, "codebook")
         number = parse_dtype(dtype)
         nvml = devices.monitor()
     except (ValueError, RuntimeError) as error:
@@ -310,8 +320,16 @@ def main(
         ops.require_cuda()
     scale = ruler.measure(nvml=nvml)
     elements = activation_elements(grid_shapes, grid_rows, facts.l2_bytes)
-    bench = Workbench(scale, facts.l2_bytes, arms.Activations(elements), replays)
-    run = Run(bench, ops.cuda_device(), found, options, number, eager)
+    bench = Workbench(scale, facts.l2_bytes, arms.Activations(elements), replays, nvml)
+    run = Run(
+        bench,
+        ops.cuda_device(),
+        found,
+        options,
+        number,
+        dict.fromkeys(peer_rates, peer_books),
+        eager,
+    )
 
     console = Console(width=118)
     for line in ruler.describe(facts, scale):

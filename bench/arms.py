@@ -118,15 +118,12 @@ class Workbench:
         """
         m, k, n = size
         xs, ring = self.operands(m, k, n, copies, dtype)
-        moved = weight_bytes + dtype.itemsize * m * (k + n)
         flops = 2.0 * m * k * n
-        least = timing.estimate_us(moved, flops, self.ruler.read_gb_s, self.ruler.dense_tflop_s)
         busy: dict[str, float] = {}
         nvml = self.nvml if sample else None
         reading = timing.time_rotating(
             lambda copy: call(copy, xs[copy % len(xs)]),
             copies,
-            least,
             ring=ring,
             replays=self.replays if replays is None else replays,
             while_busy=None if nvml is None else lambda: busy.update(nvml.sample()),

@@ -31,6 +31,8 @@ from bench.generate import Bank
 EXLLAMAV3_GEMM_ROWS = 144
 EXLLAMAV3_GEMV_ROWS = 8
 EXLLAMAV3_FUSED_ROWS = 1024
+EXLLAMAV3_SLICE = 32768
+"""Columns that it rebuilds at once."""
 REBUILD_FROM_ROWS = 32
 """Below this a rebuilt weight cannot win: reading it alone takes longer than the whole product."""
 EXLLAMAV3_LIMIT = 1e-2
@@ -134,23 +136,31 @@ def exllamav3_paths(ext: Any, bank: Bank, rows: int) -> Iterator[Path]:
         ext.exl3_gemv(x, bank.trellis[copy], y, bank.suh[copy], scratch, bank.svh[copy], mcg, mul1)
         return y
 
+    slices = [(at, min(at + EXLLAMAV3_SLICE, n)) for at in range(0, n, EXLLAMAV3_SLICE)]
+
     def rotated(copy: int, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(rows, n, **half)
         transformed = torch.empty_like(x)
         ext.had_r_128(x, transformed, bank.suh[copy], None, 1.0)
-        weight = torch.empty(k, n, **half)
-        ext.reconstruct(weight, bank.trellis[copy], bits, mcg, mul1)
-        ext.hgemm_recon(transformed, weight, y)
+        buffer = torch.empty(k * slices[0][1], **half)
+        for begin, end in slices:
+            weight = buffer[: k * (end - begin)].view(k, end - begin)
+            if len(slices) == 1:
+                ext.reconstruct(weight, bank.trellis[copy], bits, mcg, mul1)
+            else:
+                ext.reconstruct_slice(weight, bank.trellis[copy], bits, mcg, mul1, begin)
+            ext.hgemm_recon(transformed, weight, y[:, begin:end])
         ext.had_r_128(y, y, None, bank.svh[copy], 1.0)
         return y
 
     def original(copy: int, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(rows, n, **half)
-        weight = torch.empty(k, n, **half)
-        ext.reconstruct_had_slice(
-            weight, bank.trellis[copy], bank.suh[copy], bank.svh[copy], bits, mcg, mul1, 0
-        )
-        ext.hgemm_recon(x, weight, y)
+        trellis, suh, svh = bank.trellis[copy], bank.suh[copy], bank.svh[copy]
+        buffer = torch.empty(k * slices[0][1], **half)
+        for begin, end in slices:
+            weight = buffer[: k * (end - begin)].view(k, end - begin)
+            ext.reconstruct_had_slice(weight, trellis, suh, svh[begin:], bits, mcg, mul1, begin)
+            ext.hgemm_recon(x, weight, y[:, begin:end])
         return y
 
     if rows <= EXLLAMAV3_GEMM_ROWS:

@@ -68,7 +68,8 @@ def _triton_sum(data: torch.Tensor):
         print(f"ruler: no Triton reduction here ({str(error).splitlines()[0]})", file=sys.stderr)
         return None
     if found != wanted:
-        raise RuntimeError(f"ruler: the Triton sum is {found}, torch's is {wanted}")
+        print(f"ruler: Triton sums to {found}, torch to {wanted}; left out", file=sys.stderr)
+        return None
     return call
 
 
@@ -78,7 +79,7 @@ def _dense(busy: Callable[[str], Callable[[], None]]) -> float:
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     for _ in range(10):
         a @ b
-    reading = timing.time_rotating(lambda _: a @ b, 1, 5000, ring=1, while_busy=busy("dense"))
+    reading = timing.time_rotating(lambda _: a @ b, 1, ring=1, while_busy=busy("dense"))
     return 2 * size**3 / (reading.us * 1e6)
 
 
@@ -94,7 +95,7 @@ def _reads(data: torch.Tensor, busy: Callable[[str], Callable[[], None]]) -> dic
         candidates["triton sum of int32"] = triton_sum
     rates = {}
     for name, call in candidates.items():
-        reading = timing.time_rotating(call, 4, 1000, ring=1, while_busy=busy("read"))
+        reading = timing.time_rotating(call, 4, ring=1, while_busy=busy("read"))
         rates[name] = data.nbytes / (reading.us * 1e3)
     return rates
 
@@ -103,7 +104,7 @@ def _copy(source: torch.Tensor, busy: Callable[[str], Callable[[], None]]) -> fl
     """GB/s of a device-to-device copy, read and written bytes counted."""
     target = torch.empty_like(source)
     reading = timing.time_rotating(
-        lambda _: target.copy_(source), 4, 1000, ring=1, while_busy=busy("copy")
+        lambda _: target.copy_(source), 4, ring=1, while_busy=busy("copy")
     )
     return 2 * source.nbytes / (reading.us * 1e3)
 

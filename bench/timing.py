@@ -67,19 +67,14 @@ def ring_size(tensor_bytes: int, l2_bytes: int, copies: int) -> int:
     return max(2, min(copies, others + 1))
 
 
-def graph_calls(copies: int, estimate_us: float) -> int:
+def graph_calls(copies: int, call_us: float) -> int:
     """Calls of one graph: a multiple of `copies`, at least `MIN_CALLS` unless they are long."""
     wanted = MIN_CALLS
-    if estimate_us > LONG_CALL_US:
+    if call_us > LONG_CALL_US:
         wanted = 1
-    elif estimate_us > 0:
-        wanted = max(wanted, min(MAX_CALLS, math.ceil(GRAPH_US / estimate_us)))
+    elif call_us > 0:
+        wanted = max(wanted, min(MAX_CALLS, math.ceil(GRAPH_US / call_us)))
     return copies * math.ceil(wanted / copies)
-
-
-def estimate_us(read_bytes: float, flops: float, read_gb_s: float, tflop_s: float) -> float:
-    """Least time that the work can take, in microseconds."""
-    return max(read_bytes / (read_gb_s * 1e3), flops / (tflop_s * 1e6))
 
 
 def use_own_stream() -> torch.cuda.Stream:
@@ -156,10 +151,19 @@ def time_graph(
     return summarise(totals, calls)
 
 
+def _between(work: Callable[[], None]) -> float:
+    """Microseconds on the device between the begin and the end of `work`."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return 1000 * begin.elapsed_time(end)
+
+
 def time_rotating(
     call: Callable[[int], Any],
     copies: int,
-    estimate: float,
     *,
     ring: int = 2,
     replays: int = REPLAYS,
@@ -170,15 +174,22 @@ def time_rotating(
     Args:
         call: launches the work on one copy and returns its output (or anything).
         copies: copies the caller holds; see `copies_needed`.
-        estimate: rough time of a call in microseconds, which sets the length of the graph.
         ring: outputs that stay allocated at once; see `ring_size`.
         replays: readings.
         while_busy: see `time_graph`.
     """
     for i in range(min(copies, 3)):
         call(i)
-    calls = graph_calls(copies, estimate)
+    # Launches outside a graph may take longer than the work, so this only tells long calls apart;
+    # what the first graph takes says whether it is too short.
+    eager_us = _between(lambda: call(0))
+    calls = graph_calls(copies, max(eager_us, GRAPH_US / MIN_CALLS))
     graph = capture(call, copies, calls, ring)
+    graph.replay()
+    needed = graph_calls(copies, _between(graph.replay) / calls)
+    if needed > 1.5 * calls:
+        calls = needed
+        graph = capture(call, copies, calls, ring)
     return time_graph(graph, calls, replays, while_busy)
 
 
@@ -187,10 +198,9 @@ def time_eager(call: Callable[[int], Any], copies: int, calls: int = 200) -> flo
     for i in range(copies):
         call(i)
     torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for i in range(calls):
-        call(i % copies)
-    end.record()
-    torch.cuda.synchronize()
-    return 1000 * begin.elapsed_time(end) / calls
+
+    def work() -> None:
+        for i in range(calls):
+            call(i % copies)
+
+    return _between(work) / calls

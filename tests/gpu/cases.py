@@ -164,12 +164,18 @@ class Report:
         self.worst: dict[str, float] = {}
         self.broken: list[str] = []
 
-    def add(self, group: str, case: str, fractions: tuple[float, float]) -> None:
+    def add(
+        self,
+        group: str,
+        case: str,
+        fractions: tuple[float, float],
+        worst_limit: float = WORST_LIMIT,
+    ) -> None:
         """One checked result; `group` is what the summary goes by."""
         statistical, worst = fractions
         self.statistical[group] = max(self.statistical.get(group, 0.0), statistical)
         self.worst[group] = max(self.worst.get(group, 0.0), worst)
-        if not (statistical <= 1 and worst <= WORST_LIMIT):
+        if not (statistical <= 1 and worst <= worst_limit):
             self.broken.append(f"{group} {case}: {statistical:.3g} statistical, {worst:.3g} worst")
 
     def check(self, title: str) -> None:

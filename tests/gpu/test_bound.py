@@ -28,7 +28,9 @@ def sweep(layer, k_in, rows, report, dtypes=cases.DTYPES, plans=cases.PLANS, see
                 y = layer.run(x[:m], plan)
                 assert y.shape == (m, layer.n_out) and y.dtype == dtype, (name, m, y.shape)
                 case = f"{layer.fields} k={layer.k} {dtype} m={m}"
-                report.add(name, case, expected[kind].fractions(y))
+                # With few inputs the rounding of a rebuilt weight alone reaches its worst case.
+                limit = 1.0 if plan.kernel == ops.DENSE else cases.WORST_LIMIT
+                report.add(name, case, expected[kind].fractions(y), limit)
 
 
 @pytest.mark.quick

@@ -1,5 +1,7 @@
 """Memory: nothing read that was not written, nothing written outside, no byte undeclared."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -13,14 +15,17 @@ REGION = 96 << 20
 POISON = 0xFF  # NaN in every float format, and a flag that says "done"
 
 
-def poison_free_memory() -> None:
-    """Fills what torch's allocator will hand out next, small and large blocks."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    sizes = [REGION] * 2 + [1 << 20] * 16 + [64 << 10] * 64 + [512] * 256
-    held = [torch.full((size,), POISON, dtype=torch.uint8, device="cuda") for size in sizes]
-    torch.cuda.synchronize()
-    del held
+@contextmanager
+def poisoned_memory():
+    """All that is allocated inside comes from memory full of 0xFF, large blocks and small ones."""
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        sizes = [REGION] * 2 + [1 << 20] * 16 + [64 << 10] * 64 + [512] * 256
+        held = [torch.full((size,), POISON, dtype=torch.uint8, device="cuda") for size in sizes]
+        torch.cuda.synchronize()
+        del held
+        yield
+        torch.cuda.synchronize()
 
 
 class RawMemory:
@@ -42,10 +47,12 @@ def test_poisoned_outputs_and_workspaces(name):
     layer = cases.make_layer(1, 1024, FUSED, bias=torch.float16)
     for m in (1, 9, 40, 130, 700):
         x = cases.activations(2, m, 1024, torch.bfloat16)
-        clean = layer.run(x, plan).clone()
-        poison_free_memory()
-        y = layer.run(x, plan)
-        assert torch.isfinite(y).all() and cases.same_bits(y, clean), m
+        clean = layer.run(x, plan)
+        with poisoned_memory():
+            y = layer.run(x, plan)
+            right = bool(torch.isfinite(y).all()) and cases.same_bits(y, clean)
+            del y
+        assert right, m
 
 
 @pytest.mark.quick
@@ -84,13 +91,14 @@ def test_nothing_is_written_around_the_output(name):
     layer = cases.make_layer(5, 1024, [("mcg", 64, 1024, 3, 1001)])
     x = cases.activations(6, 601, 1024, torch.bfloat16)
     layer.run(x, plan)  # what libraries allocate once is there before
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    region = torch.full((REGION,), POISON, dtype=torch.uint8, device="cuda")
-    address = region.data_ptr()
-    del region
-    y = layer.run(x, plan)
-    torch.cuda.synchronize()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        region = torch.full((REGION,), POISON, dtype=torch.uint8, device="cuda")
+        address = region.data_ptr()
+        torch.cuda.synchronize()
+        del region
+        y = layer.run(x, plan)
+        torch.cuda.synchronize()
     begin = y.data_ptr() - address
     size = y.numel() * y.element_size()
     assert 0 <= begin < REGION - size, "the output does not lie in the poisoned memory"

@@ -92,7 +92,7 @@ def codebook_values(codebook: str) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         halves = []
         for half in (pair & 0xFFFF, pair >> 16):
             exponent, mantissa = (half >> 10) & 31, half & 1023
-            size = torch.ldexp(1 + mantissa.double() / 1024, exponent - 15)
+            size = (1 + mantissa.double() / 1024) * power(exponent - 15)
             halves.append(torch.where(half >= 0x8000, -size, size))
         unrounded = halves[0] + halves[1]
         summed = halves[0].abs() + halves[1].abs()
@@ -132,10 +132,15 @@ def spread(x: torch.Tensor) -> torch.Tensor:
 # Rounding
 
 
+def power(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent as float64, from its bits: `torch.ldexp` goes through an inexact float32 `pow`."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
 def step(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Distance between neighbours of `dtype` around |x|, float64."""
-    exponent = torch.frexp(x)[1] - DIGITS[dtype]
-    return torch.ldexp(torch.ones_like(x), exponent.clamp(min=LOWEST[dtype]))
+    exponent = torch.where(x == 0, LOWEST[dtype], torch.frexp(x)[1].long() - DIGITS[dtype])
+    return power(exponent.clamp(min=LOWEST[dtype]))
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -43,6 +43,14 @@ def test_rounding():
         assert torch.equal(oracle.rounded(single.double(), dtype), single.to(dtype).double())
 
 
+def test_step():
+    found = [0.0, 1.0, 1.99, -2.0, 2.0**-14, 2.0**-20, 65504.0]
+    half = oracle.step(torch.tensor(found, dtype=torch.float64), torch.float16)
+    assert half.tolist() == [2.0**-24, 2.0**-10, 2.0**-10, 2.0**-9, 2.0**-24, 2.0**-24, 32.0]
+    wide = oracle.step(torch.tensor(found, dtype=torch.float64), torch.bfloat16)
+    assert wide.tolist() == [2.0**-133, 2.0**-7, 2.0**-7, 2.0**-6, 2.0**-21, 2.0**-27, 256.0]
+
+
 def test_truth_equals_numpy():
     layer = cases.make_layer(
         1, 384, [("mul1", 56, 256, 100, 90), ("3inst", 32, 128)], "cpu", torch.float32, 64

@@ -8,7 +8,7 @@ with which bits and codebook, comes from the safetensors headers; both JSON conf
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -21,10 +21,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.platforms import current_platform
 
 from exl3_plugin import env
 from exl3_plugin.checkpoint import Checkpoint, CheckpointError, Module, read_checkpoint
 from exl3_plugin.shards import check_tensor_parallel
+
+if TYPE_CHECKING:
+    from exl3_plugin.report import LoadRecord
 
 logger = init_logger("vllm.exl3")
 
@@ -53,12 +57,16 @@ class Exl3Config(QuantizationConfig):
         self.hints = dict(config or {})
         self.checkpoint: Checkpoint | None = None
         self.aliases: dict[str, str] = {}
+        self.record: LoadRecord | None = None
         self._stripped: dict[str, str | None] | None = None
-        self._prepared = False
 
     def __repr__(self) -> str:
         held = len(self.checkpoint.modules) if self.checkpoint else "no"
         return f"Exl3Config({held} modules, hints={self.hints})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not what this process has built."""
+        return self.__dict__ | {"record": None}
 
     # -- what vLLM asks of every quantisation -----------------------------------------------------
 
@@ -66,7 +74,9 @@ class Exl3Config(QuantizationConfig):
         return "exl3"
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
+        """vLLM refuses any other before it starts a process, and names these."""
+        exact = [] if current_platform.is_cuda() else [torch.float32]
+        return [torch.bfloat16, torch.float16, *exact]
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -152,6 +162,7 @@ class Exl3Config(QuantizationConfig):
         if isinstance(layer, LinearBase):
             members = self.members(prefix)
             if not any(module is not None and module.kind == "exl3" for _, module in members):
+                self.record.plain(layer, prefix, members)
                 return UnquantizedLinearMethod()
             missing = [name for name, module in members if module is None]
             if missing:
@@ -162,10 +173,12 @@ class Exl3Config(QuantizationConfig):
             return Exl3LinearMethod(self, prefix, [module for _, module in members])
         if isinstance(layer, ParallelLMHead):
             module = self.find(prefix)
-            return (
-                Exl3HeadMethod(self, prefix, module) if module and module.kind == "exl3" else None
-            )
+            if module is not None and module.kind == "exl3":
+                return Exl3HeadMethod(self, prefix, module)
+            self.record.plain(layer, prefix, [(prefix, module)])
+            return None
         if isinstance(layer, VocabParallelEmbedding):
+            self.record.plain(layer, prefix, [(prefix, self.find(prefix))])
             return LookupOnlyMethod()
         if isinstance(layer, RoutedExperts):
             refuse_routed_experts(self.checkpoint)
@@ -173,7 +186,7 @@ class Exl3Config(QuantizationConfig):
 
     def _prepare(self) -> None:
         """Once in every process that builds the model, before its first layer."""
-        if self._prepared:
+        if self.record is not None:
             return
         if self.checkpoint is None:
             raise CheckpointError(
@@ -185,14 +198,16 @@ class Exl3Config(QuantizationConfig):
             model_parallel_is_initialized,
         )
 
+        from exl3_plugin import boot
         from exl3_plugin.audit import install_audit
         from exl3_plugin.head import install_head
 
         if model_parallel_is_initialized():
             check_tensor_parallel(self.checkpoint, get_tensor_model_parallel_world_size())
+        record = boot.prepare(self.checkpoint)
         install_head()
         install_audit()
-        self._prepared = True
+        self.record = record
 
 
 def _strip(name: str) -> str:

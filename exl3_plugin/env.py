@@ -92,6 +92,23 @@ VARIABLES: dict[str, Variable] = {
             "the built-in ones, and it is refused where device, driver or build differ",
             parse=str,
         ),
+        Variable(
+            name="EXL3_SELF_TEST",
+            type="0 | 1",
+            default=None,
+            help="whether loading holds the kernels against float64 on the model's own weights, on "
+            "the first layer of each shape, and refuses to start where they are wrong; on for CUDA "
+            "and off for the CPU where it is not set",
+            parse=_switch,
+        ),
+        Variable(
+            name="EXL3_LOAD_REPORT",
+            type="path",
+            default=None,
+            help="file to write, once all is loaded, with what each module became: bits, bytes, "
+            "padding, kernel plans; of several ranks each adds .rankN to the name",
+            parse=str,
+        ),
     )
 }
 

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
 )
 
-from exl3_plugin import loading
+from exl3_plugin import boot, loading
 from exl3_plugin.format import BLOCK
 from exl3_plugin.shards import lay_out_head
 
@@ -60,18 +60,17 @@ class Exl3HeadMethod(QuantizeMethodBase):
             vocab=layer.org_vocab_size,
         )
         loading.create_parameters(layer, layout, (self.module,), params_dtype)
+        self.config.record.expect(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        loading.finish(layer, self.prefix)
+        """Refuse a head that was not filled; bring it into the form that the kernels read."""
+        boot.complete(layer, self.prefix, self.config.record, became="head")
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Hidden states [rows, hidden] to this rank's logits [rows, padded vocabulary / ranks]."""
-        held: loading.Held = layer.exl3
-        return torch.ops.exl3.linear(
-            x, layer.trellis, layer.suh, layer.svh, bias, held.shards, held.k_begin
-        )
+        return loading.multiply(layer, x, bias)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module):
         """A stored head wins over a config that still says the embeddings are tied."""

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
 )
 
-from exl3_plugin import loading
+from exl3_plugin import boot, loading
 from exl3_plugin.shards import lay_out
 
 if TYPE_CHECKING:
@@ -73,10 +73,11 @@ class Exl3LinearMethod(LinearMethodBase):
             replicas=replicas,
         )
         loading.create_parameters(layer, layout, self.modules, params_dtype)
+        self.config.record.expect(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Refuse a layer that was not filled; drop what only loading needed. Copies nothing."""
-        loading.finish(layer, self.prefix)
+        """Refuse a layer that was not filled; bring it into the form that the kernels read."""
+        boot.complete(layer, self.prefix, self.config.record)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -84,12 +85,8 @@ class Exl3LinearMethod(LinearMethodBase):
         """`x` [..., k of this rank] to [..., outputs of this rank], in x's dtype."""
         held: loading.Held = layer.exl3
         if not held.order:
-            return torch.ops.exl3.linear(
-                x, layer.trellis, layer.suh, layer.svh, bias, held.shards, held.k_begin
-            )
-        decoded = torch.ops.exl3.linear(
-            x, layer.trellis, layer.suh, layer.svh, None, held.shards, held.k_begin
-        ).split(held.decoded_sizes, dim=-1)
+            return loading.multiply(layer, x, bias)
+        decoded = loading.multiply(layer, x).split(held.decoded_sizes, dim=-1)
         plain = F.linear(x, layer.plain_weight).split(held.plain_sizes, dim=-1)
         out = torch.cat([decoded[i] if exl3 else plain[i] for exl3, i in held.order], dim=-1)
         return out if bias is None else out + bias

@@ -2,7 +2,8 @@
 
 A layer's trellis is one flat tensor, the stored tiles of its segments one after the other, which is
 what the op reads. Loaders copy each stored tensor's share straight there, so nothing is
-concatenated afterwards and no second copy of a weight ever exists.
+concatenated afterwards and no second copy of a weight ever exists. The CUDA kernels read tiles in
+another order, into which each matrix is brought in place once it is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.utils import set_weight_attrs
-from vllm.platforms import current_platform
 
 from exl3_plugin import ops
 from exl3_plugin.format import CODEBOOKS, MARKERS, TILE
@@ -40,13 +40,16 @@ class Held:
     `shards` and `k_begin` are the op's arguments. Where some members are plain, the outputs are
     split into `decoded_sizes` and `plain_sizes`, and `order` says (is EXL3, which piece) for each
     piece of the result; it is empty where no member is plain.
-    `missing` are the stored tensors that have not been loaded yet.
+    `missing` are the stored tensors that have not been loaded yet. `dtype` is the model's; `strips`
+    says that the trellis is in the order of the CUDA kernels.
     """
 
     layout: Layout
     modules: tuple[Module, ...]
     shards: list[int]
     k_begin: int
+    dtype: torch.dtype
+    strips: bool = False
     order: list[tuple[bool, int]] = field(default_factory=list)
     decoded_sizes: list[int] = field(default_factory=list)
     plain_sizes: list[int] = field(default_factory=list)
@@ -72,9 +75,15 @@ def create_parameters(
     """Register `trellis` (int16, flat), `suh` [segments, k], `svh` [sum of n] (both float16),
     marker and plain parameters on `layer`, with loaders, and its `Held` as `layer.exl3`.
 
-    Sizes are this rank's. `dtype` is that of plain members.
+    Sizes are this rank's. `dtype` is that of the activations and of plain members.
+
+    Raises:
+        LoadError: the checkpoint holds a tensor that no EXL3 layer has, or the device's kernels do
+            not compute in `dtype`.
     """
-    _require_kernels()
+    ops.load()
+    names = ", ".join(module.name for module in modules)
+    refuse_dtype(names, dtype, torch.get_default_device())
     quantised, plain, rows = layout.quantised, layout.plain, layout.rows
     tiles = [
         (rows.loaded // TILE) * (s.columns.loaded // TILE) * layout.members[s.member].words
@@ -85,7 +94,7 @@ def create_parameters(
         source, columns = layout.members[segment.member], segment.columns
         codebook = CODEBOOKS.index(source.codebook)
         shards += [codebook, source.words, columns.loaded, columns.begin, columns.size]
-    held = Held(layout, tuple(modules), shards, rows.begin)
+    held = Held(layout, tuple(modules), shards, rows.begin, dtype)
     if plain:
         kinds = [layout.members[s.member].kind == "exl3" for s in layout.segments]
         held.order = [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
@@ -127,14 +136,17 @@ def create_parameters(
     }
 
 
-def _require_kernels() -> None:
-    """Load the library, and refuse a device it has no kernels for before memory is taken."""
-    ops.load()
-    key = current_platform.dispatch_key
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("exl3::linear", key):
+def refuse_dtype(layer: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse activations that the kernels of a device do not take.
+
+    Raises:
+        LoadError: names the layer and what to pass to vLLM.
+    """
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         raise LoadError(
-            f"this build of exl3-fleet has no EXL3 kernels for {key}; vLLM runs on "
-            f"{current_platform.device_type}. Serve on the CPU, or install a build that has them"
+            f"{layer}: this layer is to compute in {str(dtype).removeprefix('torch.')}, and the "
+            "EXL3 kernels on CUDA take bfloat16 or float16; serve with --dtype bfloat16 or "
+            "--dtype float16"
         )
 
 
@@ -268,8 +280,9 @@ def _check_marker(name: str, loaded: torch.Tensor) -> None:
 def finish(layer: torch.nn.Module, prefix: str) -> None:
     """After loading: refuse a layer that lacks tensors, drop parameters that only loading needed.
 
-    `qweight` becomes another name of the trellis, because vLLM's MLA looks for it to learn that
-    `kv_b_proj` is quantised. It is not registered, so the tensor is still counted once.
+    `qweight` is there because vLLM's MLA looks for it, and for its device, to learn that
+    `kv_b_proj` is quantised. It is empty and not registered: a second reference to the trellis
+    would keep the words of a reload alive beside those that graphs use.
     """
     held: Held = layer.exl3
     if held.missing and not _dummy_weights():
@@ -281,7 +294,66 @@ def finish(layer: torch.nn.Module, prefix: str) -> None:
         weight = layer.weight
         del layer.weight
         layer.register_parameter("plain_weight", weight)
-    layer.__dict__["qweight"] = layer.trellis
+    layer.__dict__["qweight"] = layer.trellis.new_empty(0)
+
+
+def matrices(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The trellis of each segment as stored, int16 `[k/16, n/16, 16*bits]`.
+
+    Views where the layer holds the stored order; copies, made one at a time, where it holds strips.
+    """
+    held: Held = layer.exl3
+    for (_, words, n, _, _), flat in _pieces(layer):
+        k = layer.suh.shape[1]
+        if held.strips:
+            yield ops.from_strips(flat, k, n)
+        else:
+            yield flat.view(k // TILE, n // TILE, words)
+
+
+def to_kernel_order(layer: torch.nn.Module) -> None:
+    """Bring the trellis into the order that the kernels of its device read; the CPU's is as stored.
+
+    In place, matrix by matrix: what is needed beyond the layer is a copy of its widest member. The
+    loader goes, so that a tensor in the stored order cannot be written over strips unnoticed;
+    vLLM's weight reloading brings its own parameter, in the stored order and with a loader.
+    """
+    held: Held = layer.exl3
+    if not layer.trellis.is_cuda:
+        return
+    held.strips = False
+    for matrix, (_, flat) in zip(matrices(layer), _pieces(layer)):
+        flat.copy_(ops.to_strips(matrix))
+    held.strips = True
+    del layer.trellis.weight_loader
+
+
+def is_finished(layer: torch.nn.Module) -> bool:
+    """Whether the layer is in kernel order and nothing was loaded since."""
+    return layer.exl3.strips and not hasattr(layer.trellis, "weight_loader")
+
+
+def _pieces(layer: torch.nn.Module) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """For each segment its numbers in `Held.shards` and its words, a flat view of the trellis."""
+    shards, at = layer.exl3.shards, 0
+    for i in range(0, len(shards), ops.SHARD_FIELDS):
+        shard = shards[i : i + ops.SHARD_FIELDS]
+        count = layer.suh.shape[1] // TILE * (shard[2] // TILE) * shard[1]
+        yield shard, layer.trellis.data[at : at + count]
+        at += count
+
+
+def multiply(
+    layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The quantised part of a layer: `x` [..., k of this rank] to [..., its outputs], in x's dtype.
+
+    Every product of an EXL3 layer goes through here: linears, heads and the self-test.
+    """
+    held: Held = layer.exl3
+    return torch.ops.exl3.linear(
+        x, layer.trellis, layer.suh, layer.svh, bias, held.shards, held.k_begin
+    )
 
 
 def _dummy_weights() -> bool:

@@ -11,6 +11,7 @@ from plugin_models import exl3_linear, plain_linear
 
 from exl3_plugin import loading
 from exl3_plugin.linear import Exl3LinearMethod
+from exl3_plugin.report import LoadRecord
 from exl3_plugin.shards import (
     Cut,
     Member,
@@ -42,6 +43,11 @@ def as_module(name, stored):
     )  # fmt: skip
 
 
+def config() -> SimpleNamespace:
+    """As much of an Exl3Config as the methods use."""
+    return SimpleNamespace(record=LoadRecord(None, None, self_test=False))
+
+
 def run_rank(stored, shard_ids, x, *, sizes, k, k_rank, rank, tp, replicas=None, dtype=None):
     """Build one rank's layer as vLLM does, load it, apply it to this rank's part of x."""
     modules = [as_module(f"layer.{i}", one) for i, one in enumerate(stored)]
@@ -63,7 +69,7 @@ def run_rank(stored, shard_ids, x, *, sizes, k, k_rank, rank, tp, replicas=None,
             param.weight_loader(param, torch.from_numpy(np.asarray(tensor)), shard)
     loading.finish(layer, "layer")
     start = rank * k_rank if k_rank != k else 0
-    method = Exl3LinearMethod(None, "layer", modules)
+    method = Exl3LinearMethod(config(), "layer", modules)
     part = torch.from_numpy(x[:, start : start + k_rank]).to(dtype or torch.float32)
     return method.apply(layer, part).double().numpy(), layer
 
@@ -143,7 +149,7 @@ def test_a_qkv_layer_says_how_many_ranks_share_a_head():
         layer = QKVParallelLinear.__new__(QKVParallelLinear)
         torch.nn.Module.__init__(layer)
         layer.tp_rank, layer.tp_size, layer.num_kv_head_replicas = rank, 4, 2
-        method = Exl3LinearMethod(None, "layer", modules)
+        method = Exl3LinearMethod(config(), "layer", modules)
         method.create_weights(layer, 128, [128, 64, 64], 128, 1024, torch.float32)
         starts.append([s.columns.first + s.columns.begin for s in layer.exl3.layout.segments])
     assert starts == [[0, 0, 0], [128, 0, 0], [256, 64, 64], [384, 64, 64]]
@@ -209,7 +215,7 @@ def test_head_ranks_make_the_whole_vocabulary(vocab):
             param.weight_loader(param, torch.from_numpy(np.asarray(tensor)))
         loading.finish(layer, "lm_head")
         part = torch.from_numpy(x).float()
-        outs.append(Exl3LinearMethod(None, "lm_head", [module]).apply(layer, part))
+        outs.append(Exl3LinearMethod(config(), "lm_head", [module]).apply(layer, part))
     logits = torch.cat(outs, 1).double().numpy()
     close(logits[:, :vocab], x @ head.dense)
     stored = -(-vocab // 128) * 128
@@ -226,8 +232,8 @@ def test_mla_can_ask_for_the_dense_weight():
     stored = exl3_linear(rng, 256, 192, "mcg", 5)
     _, layer = run_rank([stored], [None], rng.standard_normal((1, 256)), sizes=[192], k=256,
                         k_rank=256, rank=0, tp=1)  # fmt: skip
-    assert layer.qweight is layer.trellis and not hasattr(layer, "weight")
-    layer.quant_method = Exl3LinearMethod(None, "layer", layer.exl3.modules)
+    assert layer.qweight.device == layer.trellis.device and not hasattr(layer, "weight")
+    layer.quant_method = Exl3LinearMethod(config(), "layer", layer.exl3.modules)
     layer.input_size_per_partition = 256
     close(get_and_maybe_dequant_weights(layer).double().numpy(), stored.dense.T)
 
@@ -290,7 +296,7 @@ def test_apply_compiles_without_graph_breaks():
     members = [exl3_linear(rng, 128, 128, "mul1", 4), plain_linear(rng, 128, 64)]
     x = rng.standard_normal((ROWS, 128))
     eager, layer = run_rank(members, [0, 1], x, sizes=[128, 64], k=128, k_rank=128, rank=0, tp=1)
-    method = Exl3LinearMethod(None, "layer", layer.exl3.modules)
+    method = Exl3LinearMethod(config(), "layer", layer.exl3.modules)
     compiled = torch.compile(method.apply, fullgraph=True, backend="eager", dynamic=True)
     out = compiled(layer, torch.from_numpy(x).float()).double().numpy()
     assert (out == eager).all()

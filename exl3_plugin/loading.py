@@ -314,13 +314,19 @@ def matrices(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
 def to_kernel_order(layer: torch.nn.Module) -> None:
     """Bring the trellis into the order that the kernels of its device read; the CPU's is as stored.
 
-    In place, matrix by matrix: what is needed beyond the layer is a copy of its widest member. The
-    loader goes, so that a tensor in the stored order cannot be written over strips unnoticed;
-    vLLM's weight reloading brings its own parameter, in the stored order and with a loader.
+    In place, matrix by matrix: what is needed beyond the layer is a copy of its widest member.
+    """
+    if layer.trellis.is_cuda:
+        reorder(layer)
+
+
+def reorder(layer: torch.nn.Module) -> None:
+    """Make strips of a trellis in the stored order.
+
+    Its loader goes, so that a tensor in the stored order cannot be written over strips unnoticed;
+    vLLM's weight reloading brings a parameter of its own, in the stored order and with a loader.
     """
     held: Held = layer.exl3
-    if not layer.trellis.is_cuda:
-        return
     held.strips = False
     for matrix, (_, flat) in zip(matrices(layer), _pieces(layer)):
         flat.copy_(ops.to_strips(matrix))

@@ -84,7 +84,7 @@ class LoadRecord:
         self.tested: set[tuple] = set()
         self.results: list[Result] = []
         self._pending: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._plain: dict[str, tuple[weakref.ref, list[str]]] = {}
+        self._plain: list[tuple[str, weakref.ref, list[str]]] = []
         self._layers: dict[str, list[dict[str, Any]]] = {}
 
     def expect(self, layer: torch.nn.Module) -> None:
@@ -96,7 +96,7 @@ class LoadRecord:
     ) -> None:
         """A layer is left to vLLM's own methods."""
         names = [module.name for _, module in members if module is not None]
-        self._plain[prefix] = (weakref.ref(layer), names)
+        self._plain.append((prefix or type(layer).__name__, weakref.ref(layer), names))
 
     def loaded(self, layer: torch.nn.Module, prefix: str, became: str) -> None:
         """An EXL3 layer is complete. The last one writes the report and ends the self-test."""
@@ -116,10 +116,10 @@ class LoadRecord:
     def contents(self, layer: torch.nn.Module, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
         """The report; `layer` is any EXL3 layer, which tells device and dtype."""
         modules = [entry for entries in self._layers.values() for entry in entries]
-        for prefix, (reference, names) in self._plain.items():
-            layer_now = reference()
-            if layer_now is not None and names:
-                modules.append(_plain_entry(layer_now, prefix, names))
+        for prefix, reference, names in self._plain:
+            other = reference()
+            if other is not None:
+                modules.append(_plain_entry(other, prefix, names))
         totals: dict[str, int] = {}
         for entry in modules:
             totals[entry["became"]] = totals.get(entry["became"], 0) + entry["bytes"]
@@ -177,7 +177,7 @@ def _entries(
 
 def _plain_entry(layer: torch.nn.Module, prefix: str, names: list[str]) -> dict[str, Any]:
     nbytes = sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False))
-    return {"module": ", ".join(names), "layer": prefix, "became": "plain", "bytes": nbytes}
+    return {"module": ", ".join(names) or None, "layer": prefix, "became": "plain", "bytes": nbytes}
 
 
 def _rank() -> tuple[int, int]:

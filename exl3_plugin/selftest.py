@@ -58,10 +58,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A layer's truth, taken from the stored words."""
+    """A layer's truth, taken from what was loaded; `suh` float64 `[segments, k]`."""
 
     prefix: str
     samples: list[Sample]
+    suh: torch.Tensor
     started: float
 
 
@@ -170,7 +171,7 @@ def prepare(layer: torch.nn.Module, prefix: str, tested: set[tuple]) -> Prepared
                 )
         column += cut.loaded
         out += cut.size
-    return Prepared(prefix, samples, started) if samples else None
+    return Prepared(prefix, samples, layer.suh.data.double(), started) if samples else None
 
 
 def _blocks(begin: int, size: int) -> list[int]:
@@ -201,7 +202,7 @@ def run(layer: torch.nn.Module, test: Prepared, profile: Profile | None = None) 
             got = loading.multiply(layer, x)
         padded = torch.zeros(rows, k, dtype=torch.float64, device=device)
         padded[:, held.k_begin : held.k_begin + inputs] = x
-        found = [_errors(got, padded, layer, sample) for sample in test.samples]
+        found = [_errors(got, padded, test.suh[s.shard], s) for s in test.samples]
         errors = torch.stack(found).cpu()  # one wait for all samples
         bad = (errors[:, 0] > WORST) | (errors[:, 1] > TYPICAL)
         if bad.any():
@@ -214,11 +215,9 @@ def run(layer: torch.nn.Module, test: Prepared, profile: Profile | None = None) 
     return Result(test.prefix, len(test.samples), worst, typical, seconds)
 
 
-def _errors(
-    got: torch.Tensor, x: torch.Tensor, layer: torch.nn.Module, sample: Sample
-) -> torch.Tensor:
+def _errors(got: torch.Tensor, x: torch.Tensor, suh: torch.Tensor, sample: Sample) -> torch.Tensor:
     """Worst and root mean square error of one sample in units, float64 `[2]`; NaN is infinite."""
-    image = transform(x * layer.suh.data[sample.shard].double())
+    image = transform(x * suh)
     raw = transform(image @ sample.weight)
     columns = slice(sample.first, sample.first + sample.columns.stop - sample.columns.start)
     truth = (raw * sample.svh)[:, columns]

@@ -1,21 +1,41 @@
 """Run as a program: loads checkpoints with vLLM's own loader, without an engine, in one process.
 
-stdin: a JSON list of {model, args (of vLLM), env}; on stdout, one JSON line a case: `error` (None
-where it loaded), `log` (what the plugin logged), `parameters` (name -> [dtype, elements]), `bytes`
-of all parameters, and `grown_bytes`, by how much loading made the process's own memory grow
-(file-mapped pages of the checkpoint are not counted: the kernel may drop them at any time).
+stdin: a JSON list of {model, args (of vLLM), env, spoil, reload}; on stdout, one JSON line a case:
+`error` (None where it loaded), `log` (what the plugin logged), `parameters` (name -> [dtype,
+elements]), `bytes` of all parameters, and `grown_bytes`, by how much loading made the process's own
+memory grow (file-mapped pages of the checkpoint are not counted: the kernel may drop them at any
+time). `spoil` names a layer in which one word is changed once the self-test has its truth. `reload`
+makes strips of every trellis, as on a GPU, has vLLM reload the weights in place, and fails where a
+parameter is then another one or holds anything else.
 """
 
 import gc
 import json
 import logging
 import os
+import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-from exl3_plugin import verify
+from exl3_plugin import loading, verify
+
+
+def load_all(cases: list[dict]) -> list[dict]:
+    """Run this file on some cases, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(cases, default=str),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(cases), done.stderr[-4000:]
+    return results
 
 
 class Kept(logging.Handler):
@@ -46,11 +66,13 @@ def load(case: dict) -> dict:
         )
         config = arguments.create_engine_config()
         logger.addHandler(kept)
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), changed(case):
             one_rank()
             before = anonymous_bytes()
             loader = get_model_loader(config.load_config)
             model = loader.load_model(vllm_config=config, model_config=config.model_config)
+            if case.get("reload"):
+                check_reload(config, model)
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
     else:
@@ -65,6 +87,41 @@ def load(case: dict) -> dict:
     for name in case.get("env", {}):
         del os.environ[name]
     return found
+
+
+@contextmanager
+def changed(case: dict):
+    """What happens between reading a layer and multiplying with it, as the case wants it."""
+
+    def to_kernel_order(layer):
+        if case.get("reload"):
+            loading.reorder(layer)
+        if layer is spoilt:
+            layer.trellis.data[0] ^= 1 << 9
+
+    def finish(layer, prefix):
+        nonlocal spoilt
+        original(layer, prefix)
+        spoilt = layer if prefix == case.get("spoil") else spoilt
+
+    spoilt, original = None, loading.finish
+    with mock.patch.multiple(loading, to_kernel_order=to_kernel_order, finish=finish):
+        yield
+
+
+def check_reload(config, model) -> None:
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    before = {name: (p, p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    for name, (parameter, _, _) in before.items():
+        if name.endswith((".trellis", ".suh", ".svh")):
+            parameter.data.zero_()
+    reload_weights(config, model, None, None, True)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys(), before.keys() ^ after.keys()
+    for name, (parameter, address, value) in before.items():
+        assert after[name] is parameter and parameter.data_ptr() == address, name
+        assert parameter.equal(value), name
 
 
 def anonymous_bytes() -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from load_cases import load_all
 from plugin_models import awkward_llama
 from safetensors.torch import load_file, save_file
 
@@ -61,19 +60,6 @@ DAMAGED = {
         "1 stored tensors have no place in LlamaForCausalLM: model.layers.0.mlp.down_proj.bias",
     ),
 }
-
-
-def load_all(cases: list[dict]) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("load_cases.py")],
-        input=json.dumps(cases, default=str),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(cases), done.stderr[-4000:]
-    return results
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,10 @@ class Scorer:
 
         self.model_runner.get_model().register_forward_hook(keep, with_kwargs=True)
 
+    def exl3_forget(self) -> None:
+        """Forget what was kept so far."""
+        self.exl3_rows = []
+
     def exl3_score(self, top_ids: list[list[int]], ids: list[int]) -> dict | None:
         """Score the prompt just run, then forget it.
 
@@ -76,8 +80,8 @@ class Scorer:
             ids: [T] the prompt.
 
         Returns:
-            `top_lp` [T, 16], `best` [T] and `target_lp` [T - 1], or None on a rank that vLLM
-            gathers no logits on.
+            `top_lp` [T, 16], `best` and `best_lp` [T] and `target_lp` [T - 1], or None on a rank
+            that vLLM gathers no logits on.
         """
         import torch
 
@@ -85,7 +89,7 @@ class Scorer:
         hidden = _in_order(rows, len(ids))
         wanted = torch.tensor(top_ids, device=hidden.device)
         targets = torch.tensor([*ids[1:], 0], device=hidden.device)
-        top_lp, best, target_lp = [], [], []
+        top_lp, best, best_lp, target_lp = [], [], [], []
         model = self.model_runner.get_model()
         with torch.inference_mode():
             for at in range(0, len(ids), SLICE_ROWS):
@@ -97,7 +101,10 @@ class Scorer:
                 top_lp += lp.gather(1, wanted[part]).tolist()
                 target_lp += lp.gather(1, targets[part, None])[:, 0].tolist()
                 best += lp.argmax(-1).tolist()
-        return {"top_lp": top_lp, "best": best, "target_lp": target_lp[:-1]} if best else None
+                best_lp += lp.amax(-1).tolist()
+        if not best:
+            return None
+        return {"top_lp": top_lp, "best": best, "best_lp": best_lp, "target_lp": target_lp[:-1]}
 
 
 def _in_order(rows: list, count: int):
@@ -166,11 +173,11 @@ def settle_environment(device: str | None, ranks: int) -> str:
     found = current_platform.device_type
     if device not in (None, found):
         raise ValueError(f"--device {device}: this vLLM runs on {found}")
+    if ranks == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if found == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        if ranks == 1:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        else:
+        if ranks > 1:
             # vLLM gives every rank a NUMA node of its own and refuses where there are fewer.
             cpus = sorted(os.sched_getaffinity(0))
             share = max(len(cpus) // ranks, 1)
@@ -180,46 +187,61 @@ def settle_environment(device: str | None, ranks: int) -> str:
     return found
 
 
-def score(
-    model: str | Path,
-    golden: list[Golden],
-    *,
-    dtype: str,
-    device: str | None = None,
-    ranks: int = 1,
-) -> list[Scored]:
-    """Start vLLM on `model`, run every prompt, stop it.
+def default_dtype(device: str) -> str:
+    """The model dtype that says most about weights: exact where the device can be."""
+    return "float32" if device == "cpu" else "float16"
+
+
+def start(model: str | Path, longest: int, *, dtype: str, ranks: int = 1, **engine):
+    """Start vLLM on a checkpoint, with `Scorer` in its workers, eager unless `engine` says more.
+
+    Args:
+        longest: tokens of the longest prompt.
+        engine: further arguments of `vllm.LLM`, or others than are used here.
 
     Raises what vLLM raises where it refuses the checkpoint.
     """
-    settle_environment(device, ranks)
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    longest = max(len(prompt.ids) for prompt in golden)
+    arguments = {
+        "enforce_eager": True,
+        "max_num_seqs": 1,
+        "max_model_len": longest + 1,
+        "max_num_batched_tokens": max(longest + 1, 64),
+    }
     llm = LLM(
         str(model),
         dtype=dtype,
         tensor_parallel_size=ranks,
         distributed_executor_backend="uni" if ranks == 1 else "mp",
-        enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        max_num_seqs=1,
-        max_model_len=longest + 1,
-        max_num_batched_tokens=max(longest + 1, 64),
         worker_extension_cls="exl3_plugin.verify.Scorer",
+        **arguments | engine,
     )
     llm.collective_rpc("exl3_watch")
+    return llm
+
+
+def ask(llm, ids: list[int], top_ids: list[list[int]]) -> dict:
+    """Run one prompt and score given tokens [T, n] on it; `Scorer.exl3_score` says what returns."""
+    from vllm import SamplingParams
+
+    llm.collective_rpc("exl3_forget")
+    llm.generate(
+        {"prompt_token_ids": ids},
+        SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
+        use_tqdm=False,
+    )
+    answers = llm.collective_rpc("exl3_score", args=(top_ids, ids))
+    return next(answer for answer in answers if answer is not None)
+
+
+def score_all(llm, golden: list[Golden]) -> list[Scored]:
+    """Every prompt on a started engine."""
     scored = []
     for prompt in golden:
-        ids = prompt.ids.tolist()
-        llm.generate(
-            {"prompt_token_ids": ids},
-            SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
-            use_tqdm=False,
-        )
-        answers = llm.collective_rpc("exl3_score", args=(prompt.top_ids.tolist(), ids))
-        answer = next(a for a in answers if a is not None)
+        answer = ask(llm, prompt.ids.tolist(), prompt.top_ids.tolist())
         scored.append(
             Scored(
                 np.array(answer["top_lp"]),
@@ -227,6 +249,26 @@ def score(
                 -float(np.mean(answer["target_lp"])),
             )
         )
+    return scored
+
+
+def score(
+    model: str | Path,
+    golden: list[Golden],
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    ranks: int = 1,
+    **engine,
+) -> list[Scored]:
+    """Start vLLM on `model`, run every prompt, stop it; arguments as in `start`.
+
+    Raises what vLLM raises where it refuses the checkpoint.
+    """
+    found = settle_environment(device, ranks)
+    longest = max(len(prompt.ids) for prompt in golden)
+    llm = start(model, longest, dtype=dtype or default_dtype(found), ranks=ranks, **engine)
+    scored = score_all(llm, golden)
     llm.llm_engine.engine_core.shutdown()
     return scored
 
@@ -273,7 +315,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", metavar="DIR", help="checkpoint folder")
     parser.add_argument("--golden", required=True, type=Path, metavar="FILE.npz")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what vLLM runs on")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="default: float32 on a CPU, float16 on a GPU, whose kernels take no float32",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile and CUDA graphs as in service; default: eager",
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument(
         "--prompt", type=int, action="append", metavar="I", help="only this prompt; repeatable"
@@ -292,6 +343,7 @@ def main(argv: list[str] | None = None) -> int:
                 device=options.device,
                 dtype=options.dtype,
                 ranks=options.tensor_parallel_size,
+                enforce_eager=not options.compile,
             )
         except Exception as error:
             print(f"error: {error}", file=sys.stderr)

@@ -28,14 +28,18 @@ MEAN_DIFFERENCE = {"float32": 0.01, "bfloat16": 0.08}
 SAME_BEST = {"float32": 0.99, "bfloat16": 0.97}
 
 
-def serve(cases: list[dict]) -> list[dict]:
-    """Run serve_cases.py; cases of different tensor parallel size need processes of their own."""
+def serve(cases: list[dict], report: Path) -> list[dict]:
+    """Run serve_cases.py; cases of different tensor parallel size need processes of their own.
+
+    The self-test is on, and the last case's load report is left in `report`.
+    """
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("serve_cases.py")],
         input=json.dumps(cases, default=str),
         capture_output=True,
         text=True,
         timeout=900,
+        env=os.environ | {"EXL3_SELF_TEST": "1", "EXL3_LOAD_REPORT": str(report)},
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(cases), done.stderr[-6000:]
@@ -77,7 +81,7 @@ def results_of(cases, wanted, ranks, folder) -> dict[tuple[str, str], dict]:
         }
         for name, dtype in wanted
     ]
-    return dict(zip(wanted, serve(arguments)))
+    return dict(zip(wanted, serve(arguments, folder / "report.json")))
 
 
 ONE_RANK = [(n, d) for d in ("float32", "bfloat16") for n in (*TINY, "smollm2")]
@@ -163,6 +167,20 @@ def test_padding_mixed_members_biases_and_half_blocks_are_exact(request, ranks, 
     assert result["max_logprob_diff"] < 1e-4
     assert result["top1_agreement"] == 1.0
     assert abs(result["nll"] - result["nll_reference"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_each_rank_reports_its_share(two_ranks, saved):
+    """Of the last case, the Qwen3 model: rows and columns are cut inside 128-blocks."""
+    reports = [json.loads((saved / f"report.json.rank{rank}").read_text()) for rank in (0, 1)]
+    for rank, report in enumerate(reports):
+        assert (report["rank"], report["ranks"], report["device"]) == (rank, 2, "cpu")
+        assert report["self_test"] and all(r["worst"] < 1e-3 for r in report["self_test"])
+        modules = {entry["module"]: entry for entry in report["modules"]}
+        gate = modules["model.layers.0.mlp.gate_proj"]  # 160 of 320 columns, from 128 blocks
+        assert (gate["n"], gate["padding"]["n"]) == (256, 96)
+        down = modules["model.layers.0.mlp.down_proj"]  # 160 of 320 rows
+        assert (down["k"], down["padding"]["k"]) == (256, 96)
 
 
 def verify(*arguments: object, **environment: str) -> subprocess.CompletedProcess:

@@ -7,12 +7,13 @@
 
 #include "device/forms.h"
 #include "format/codebook.cuh"
+#include "linear/gemm_limits.h"
 
 namespace exl3 {
 
 inline constexpr int kMaxShards = 16;    // of one fused layer
-inline constexpr int kGemmThreads = 256;  // 8 warps
-inline constexpr int kMaxStages = 8;
+inline constexpr int kGemmWarps = 8;     // of a thread block
+inline constexpr int kGemmThreads = 32 * kGemmWarps;
 
 enum class Dtype : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
@@ -40,7 +41,6 @@ struct GemmParams {
   int k;           // multiple of 128
   int strips;      // of all shards
   int positions;   // thread blocks a row tile
-  int stages;      // of the ring of a warp group
   int64_t image_tile_bytes;  // from one row tile of a shard to the next
   void* out;       // [m, out_stride]
   int64_t out_stride;
@@ -56,12 +56,8 @@ struct GemmLaunch {
   Form form;
   Family family;
   bool dependent_launch;
-  size_t shared_limit;  // bytes a block may have
   cudaStream_t stream;
 };
-
-// Thread blocks of a multiprocessor that the registers allow at this tile height.
-constexpr int gemm_blocks_of_sm(int rows) { return rows <= 32 ? 2 : 1; }
 
 // One function a rate, each in a file of its own: kHalfBits is twice the bits per weight.
 template <int kHalfBits>

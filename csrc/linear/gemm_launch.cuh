@@ -1,8 +1,6 @@
 // Choosing the instance for a launch; included by the files that instantiate one rate each.
 #pragma once
 
-#include <algorithm>
-
 #include "linear/gemm_kernel.cuh"
 #include "linear/launch.cuh"
 
@@ -10,21 +8,13 @@ namespace exl3 {
 
 template <class C>
 cudaError_t launch_config(GemmParams& params, const GemmLaunch& launch) {
-  // As many stages as fit beside the other blocks of the multiprocessor; two always do.
-  constexpr int kBlocks = gemm_blocks_of_sm(C::kRows);
-  params.stages = 2;
-  while (params.stages < kMaxStages &&
-         static_cast<size_t>(C::shared_bytes(params.stages + 1)) * kBlocks <= launch.shared_limit) {
-    ++params.stages;
-  }
   params.image_tile_bytes = image_bytes(params.k, C::kRows);
-  const int shared_bytes = C::shared_bytes(params.stages);
   auto* kernel = gemm_kernel<C>;
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int row_tiles = (params.m + C::kRows - 1) / C::kRows;
-  return launch_kernel(kernel, dim3(params.positions, row_tiles), kGemmThreads, shared_bytes,
+  return launch_kernel(kernel, dim3(params.positions, row_tiles), kGemmThreads, C::kSharedBytes,
                        launch.dependent_launch, launch.stream, params);
 }
 

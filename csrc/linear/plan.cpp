@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "linear/gemm_limits.h"
+
 namespace exl3 {
 namespace {
 
@@ -35,10 +37,13 @@ int rows_of_tile(int64_t m) {
   return 128;
 }
 
-int blocks_for(const DeviceFacts& device, const Problem& problem, int blocks_of_sm) {
-  const int64_t wanted = int64_t{device.multiprocessors} * blocks_of_sm;
+// All multiprocessors full, unless the layer is so small that the warps of a block would not find a
+// k16 step each.
+int blocks_for(const DeviceFacts& device, const Problem& problem, int rows) {
+  const int64_t wanted =
+      int64_t{device.multiprocessors} * gemm_blocks_of_sm(rows, device.shared_bytes);
   return static_cast<int>(
-      std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, work_units(problem.k, problem.n))));
+      std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, work_units(problem.k, problem.n) / 8)));
 }
 
 bool matches(const PlanOverride& entry, const Problem& problem) {
@@ -57,7 +62,7 @@ Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOpti
     // Tiles of 32 and 64 rows have the same groups of warps, hence the same order of additions; the
     // number of blocks is the split of k and must not depend on the rows either.
     const int rows = problem.m <= 32 ? 32 : 64;
-    return {Kernel::kGemm, rows, 0, blocks_for(device, problem, 1)};
+    return {Kernel::kGemm, rows, 0, blocks_for(device, problem, 64)};
   }
   const ArchitectureDefaults& defaults = defaults_of(device.architecture);
   for (const auto& entry : overrides) {
@@ -65,7 +70,7 @@ Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOpti
     Plan plan = entry.plan;
     if (options.exact || plan.rows > 16) plan.form = 0;
     if (plan.kernel == Kernel::kGemm) {
-      if (plan.blocks == 0) plan.blocks = blocks_for(device, problem, plan.rows <= 32 ? 2 : 1);
+      if (plan.blocks == 0) plan.blocks = blocks_for(device, problem, plan.rows);
       plan.blocks = static_cast<int>(std::min<int64_t>(
           plan.blocks, std::max<int64_t>(1, work_units(problem.k, problem.n))));
     }
@@ -74,7 +79,7 @@ Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOpti
   if (problem.m >= defaults.dense_from) return {Kernel::kDense, 0, 0, 0};
   const int rows = rows_of_tile(problem.m);
   const int form = defaults.fast_forms && !options.exact && rows <= 16 ? 1 : 0;
-  return {Kernel::kGemm, rows, form, blocks_for(device, problem, rows <= 32 ? 2 : 1)};
+  return {Kernel::kGemm, rows, form, blocks_for(device, problem, rows)};
 }
 
 GemmWorkspace gemm_workspace(int64_t m, int64_t k, int64_t n, int64_t shards, const Plan& plan) {

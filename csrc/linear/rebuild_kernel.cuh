@@ -2,10 +2,11 @@
 //
 // A thread block makes one block of 128 x 128: warp w decodes the eight tiles of tile column w. The
 // transform over 128 is one over the 16 inside a tile and one over the 8 tiles. Inside a tile it is a
-// product with the 16 x 16 matrix of signs, which the tensor cores do exactly (fp16 weights, signs,
-// fp32 sums); over the tiles of a warp it is three stages of additions in registers, and over the
-// warps three more behind an exchange through shared memory. Between the two directions the values
-// are rounded once to fp16, because they are operands again.
+// product with the 16 x 16 matrix of signs, which the tensor cores do exactly; over tiles it is three
+// stages of packed fp16 additions, in registers for the inputs, and behind an exchange through shared
+// memory for the outputs. So a value is rounded to fp16 ten times on its way: after either product,
+// after each of the six stages, and the product of the scales and that with it. That is a third of
+// what rounding to bfloat16 then adds.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,140 +22,140 @@
 
 namespace exl3 {
 
-// +1 or -1 as fp16: entry (row, column) of the 16 x 16 Hadamard matrix.
-__device__ __forceinline__ uint32_t sign_pair(int row, int column) {
+// Entries (row, column) and (row, column + 1) of the 16 x 16 Hadamard matrix times `one`, which is a
+// power of two as fp16.
+__device__ __forceinline__ uint32_t sign_pair(uint32_t one, int row, int column) {
   const uint32_t first = __popc(row & column) & 1, second = __popc(row & (column + 1)) & 1;
-  return 0x3C003C00u | first << 15 | second << 31;
+  return (one | one << 16) | first << 15 | second << 31;
 }
 
 // Three butterfly stages over an array of eight.
-__device__ __forceinline__ void hadamard_8(float (&v)[8]) {
+__device__ __forceinline__ void hadamard_8(__half2 (&v)[8]) {
 #pragma unroll
   for (int distance = 1; distance < 8; distance *= 2) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if ((i & distance) != 0) continue;
-      const float a = v[i], b = v[i + distance];
-      v[i] = a + b, v[i + distance] = a - b;
+      const __half2 a = v[i], b = v[i + distance];
+      v[i] = __hadd2(a, b), v[i + distance] = __hsub2(a, b);
     }
   }
 }
 
-template <int kHalfBits, Family kFamily>
-__global__ void __launch_bounds__(256, 2) rebuild_kernel(const __grid_constant__ RebuildParams p) {
+template <int kHalfBits, Family kFamily, Dtype kDtype>
+__global__ void __launch_bounds__(256, 3) rebuild_kernel(const __grid_constant__ RebuildParams p) {
   using R = Rate<kHalfBits>;
-  // Half a block of inputs at a time: [8 tiles][16 channels][64 inputs + 4], conflict-free for the
-  // scattered stores of accumulators and for 16-byte loads along the inputs.
-  constexpr int kStride = 68;
-  __shared__ __align__(16) float exchange[8 * 16 * kStride];
+  // [128 channels][128 inputs + 8] fp16: the row stride makes scattered 4-byte stores of accumulators
+  // conflict-free, and 16-byte loads along the inputs are so anyway.
+  constexpr int kStride = 136;
+  __shared__ __align__(16) uint16_t exchange[128 * kStride];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, c = lane % 4;
   const int k_block = p.k_first / 128 + blockIdx.x, strip = p.n_first / 128 + blockIdx.y;
 
   const LaneWords<kHalfBits> words(lane);
-  const uint32_t* tile_column = reinterpret_cast<const uint32_t*>(p.weights) +
-                                (int64_t{strip} * (p.k / 16) + int64_t{k_block} * 8) * 8 *
-                                    R::words32 +
-                                (warp / 4) * 4 * R::words32 + warp % 4;
-  uint32_t signs[4] = {sign_pair(g, 2 * c), sign_pair(g + 8, 2 * c), sign_pair(g, 2 * c + 8),
-                       sign_pair(g + 8, 2 * c + 8)};
+  const uint32_t* tile = reinterpret_cast<const uint32_t*>(p.weights) +
+                         (int64_t{strip} * (p.k / 16) + int64_t{k_block} * 8) * 8 * R::words32 +
+                         (warp / 4) * 4 * R::words32 + warp % 4;
+  uint32_t last[8], previous[8], before[8] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i, tile += 8 * R::words32) {
+    last[i] = __ldg(tile + 4 * words.last);
+    previous[i] = __ldg(tile + 4 * words.previous);
+    if constexpr (R::lane_words == 3) before[i] = __ldg(tile + 4 * words.before);
+  }
+  // This thread's part of the output: eight inputs of one channel of each of the eight tiles.
+  const int channel = 2 * warp + lane / 16, eight = 8 * (lane % 16);
+  const int k = k_block * 128 + eight, n = strip * 128 + channel;
+  uint16_t raw_out[8];
+#pragma unroll
+  for (int t = 0; t < 8; ++t) raw_out[t] = __ldg(p.svh + n + 16 * t);
+  const uint4 raw_in = __ldg(reinterpret_cast<const uint4*>(p.suh + k));
 
-  float acc[8][2][4];
+  // The normalisation, 1 / 128, hides in the entries: 1/8 for the inputs, 1/16 for the outputs.
+  const auto matrix = [&](uint32_t one, uint32_t (&m)[4]) {
+    m[0] = sign_pair(one, g, 2 * c), m[1] = sign_pair(one, g + 8, 2 * c);
+    m[2] = sign_pair(one, g, 2 * c + 8), m[3] = sign_pair(one, g + 8, 2 * c + 8);
+  };
+  uint32_t in_signs[4], out_signs[4];
+  matrix(0x3000u, in_signs);
+  matrix(0x2C00u, out_signs);
+  // half[j][i]: tile i, inputs g (j even: channels 2c, 2c+1; j odd: 2c+8, 2c+9), g + 8 for j > 1.
+  __half2 half[4][8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint32_t* tile = tile_column + i * 8 * R::words32;
-    const uint32_t last = __ldg(tile + 4 * words.last);
-    const uint32_t previous = __ldg(tile + 4 * words.previous);
-    const uint32_t before = R::lane_words == 3 ? __ldg(tile + 4 * words.before) : 0;
-    const AlignedRun run = align_run<kHalfBits>(last, previous, before, words.shift);
+    const AlignedRun run = align_run<kHalfBits>(last[i], previous[i], before[i], words.shift);
     uint32_t a[4];
     exact_fragment<kHalfBits, kFamily>(run, p.constants, a);
     // Read the other way round the same registers are two B operands: inputs are summed over now.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) acc[i][half][j] = 0.0f;
-      mma_m16n8k16(acc[i][half], signs, a[half], a[half + 2]);
+    for (int octet = 0; octet < 2; ++octet) {
+      float d[4] = {};
+      mma_m16n8k16(d, in_signs, a[octet], a[octet + 2]);
+      half[octet][i] = __floats2half2_rn(d[0], d[1]);
+      half[octet + 2][i] = __floats2half2_rn(d[2], d[3]);
     }
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int j = 0; j < 4; ++j) hadamard_8(half[j]);
+
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) {
+      // Those accumulators are B operands again, of the product that sums over the channels.
+      float d[4] = {};
+      mma_m16n8k16(d, out_signs, *reinterpret_cast<const uint32_t*>(&half[2 * octet][i]),
+                   *reinterpret_cast<const uint32_t*>(&half[2 * octet + 1][i]));
+      const int at = (warp * 16 + g) * kStride + 16 * i + 8 * octet + 2 * c;
+      *reinterpret_cast<__half2*>(exchange + at) = __floats2half2_rn(d[0], d[1]);
+      *reinterpret_cast<__half2*>(exchange + at + 8 * kStride) = __floats2half2_rn(d[2], d[3]);
+    }
+  }
+  __syncthreads();
+
+  __half2 v[4][8];
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    const uint4 row = *reinterpret_cast<const uint4*>(exchange + (t * 16 + channel) * kStride + eight);
+    v[0][t] = *reinterpret_cast<const __half2*>(&row.x);
+    v[1][t] = *reinterpret_cast<const __half2*>(&row.y);
+    v[2][t] = *reinterpret_cast<const __half2*>(&row.z);
+    v[3][t] = *reinterpret_cast<const __half2*>(&row.w);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) hadamard_8(v[j]);
+  const __half2 in_scale[4] = {*reinterpret_cast<const __half2*>(&raw_in.x),
+                               *reinterpret_cast<const __half2*>(&raw_in.y),
+                               *reinterpret_cast<const __half2*>(&raw_in.z),
+                               *reinterpret_cast<const __half2*>(&raw_in.w)};
+  const int at = k - p.k_first;
+  const bool whole = at >= 0 && at + 8 <= p.k_count && (at | p.out_stride) % 8 == 0;
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    const int row = n + 16 * t - p.n_first;
+    const __half2 out_scale = __half2half2(__ushort_as_half(raw_out[t]));
+    uint32_t bits[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float v[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = acc[i][half][j];
-      hadamard_8(v);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) acc[i][half][j] = v[i] * kHadamardScale;
-    }
-  }
-
-  // This thread's part of the output: four inputs of one channel of each of the eight tiles.
-  const int channel = 2 * warp + lane / 16, four = 4 * (lane % 16);
-#pragma unroll
-  for (int pass = 0; pass < 2; ++pass) {
-    if (pass > 0) __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      auto& t = acc[4 * pass + i];
-      uint32_t a[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const __half2 pair = __floats2half2_rn(t[j / 2][2 * (j % 2)], t[j / 2][2 * (j % 2) + 1]);
-        a[j] = *reinterpret_cast<const uint32_t*>(&pair);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float d[4] = {};
-        // The matrix is symmetric, so column g of it is row g.
-        mma_m16n8k16(d, a, sign_pair(g + 8 * half, 2 * c), sign_pair(g + 8 * half, 2 * c + 8));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int n = warp * 16 + 8 * half + 2 * c + j % 2;
-          exchange[n * kStride + 16 * i + g + 8 * (j / 2)] = d[j];
-        }
+      const __half2 value = __hmul2(v[j][t], __hmul2(in_scale[j], out_scale));
+      bits[j] = *reinterpret_cast<const uint32_t*>(&value);
+      if constexpr (kDtype == Dtype::kBfloat16) {
+        const float2 wide = __half22float2(value);
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(wide.x, wide.y);
+        bits[j] = *reinterpret_cast<const uint32_t*>(&pair);
       }
     }
-    __syncthreads();
-    const int k = k_block * 128 + 64 * pass + four;
-    const uint2 raw = *reinterpret_cast<const uint2*>(p.suh + k);
-    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
-    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
-    const float in_scale[4] = {low.x * kHadamardScale, low.y * kHadamardScale,
-                               high.x * kHadamardScale, high.y * kHadamardScale};
-    float v[4][8];
-#pragma unroll
-    for (int t = 0; t < 8; ++t) {
-      const float4 four_values =
-          *reinterpret_cast<const float4*>(exchange + (t * 16 + channel) * kStride + four);
-      v[0][t] = four_values.x, v[1][t] = four_values.y, v[2][t] = four_values.z;
-      v[3][t] = four_values.w;
+    if (row < 0 || row >= p.n_count) continue;
+    uint16_t* to = p.out + int64_t{row} * p.out_stride + at;
+    if (whole) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+      continue;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) hadamard_8(v[i]);
-#pragma unroll
-    for (int t = 0; t < 8; ++t) {
-      const int n = strip * 128 + t * 16 + channel;
-      if (n < p.n_first || n >= p.n_first + p.n_count) continue;
-      const float out_scale = __half2float(*reinterpret_cast<const __half*>(p.svh + n));
-      uint16_t bits[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float value = v[i][t] * in_scale[i] * out_scale;
-        bits[i] = p.dtype == Dtype::kBfloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
-                                              : __half_as_ushort(__float2half_rn(value));
-      }
-      const int at = k - p.k_first;
-      uint16_t* to = p.out + int64_t{n - p.n_first} * p.out_stride + at;
-      if (at >= 0 && at + 4 <= p.k_count && at % 4 == 0) {
-        *reinterpret_cast<uint2*>(to) = make_uint2(bits[0] | static_cast<uint32_t>(bits[1]) << 16,
-                                                   bits[2] | static_cast<uint32_t>(bits[3]) << 16);
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (at + i >= 0 && at + i < p.k_count) to[i] = bits[i];
+    for (int i = 0; i < 8; ++i) {
+      if (at + i >= 0 && at + i < p.k_count) {
+        to[i] = static_cast<uint16_t>(bits[i / 2] >> 16 * (i % 2));
       }
     }
   }
@@ -187,8 +188,10 @@ template <int kHalfBits, Family kFamily>
 cudaError_t launch_rebuild_family(const RebuildParams& p, cudaStream_t stream) {
   const int k_blocks = (p.k_first + p.k_count + 127) / 128 - p.k_first / 128;
   const int strips = (p.n_first + p.n_count + 127) / 128 - p.n_first / 128;
-  return launch_kernel(rebuild_kernel<kHalfBits, kFamily>, dim3(k_blocks, strips), 256, 0, false,
-                       stream, p);
+  auto* kernel = p.dtype == Dtype::kBfloat16
+                     ? rebuild_kernel<kHalfBits, kFamily, Dtype::kBfloat16>
+                     : rebuild_kernel<kHalfBits, kFamily, Dtype::kFloat16>;
+  return launch_kernel(kernel, dim3(k_blocks, strips), 256, 0, false, stream, p);
 }
 
 template <int kHalfBits, Family kFamily>

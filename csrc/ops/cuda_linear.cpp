@@ -65,7 +65,8 @@ Bias read_bias(const char* op, const std::optional<Tensor>& bias, int64_t n_out,
   if (!bias.has_value()) return {};
   STD_TORCH_CHECK(bias->is_cuda() && bias->get_device_index() == device && bias->dim() == 1 &&
                       bias->is_contiguous() && bias->size(0) == n_out,
-                  op, ": bias must be contiguous on cuda:", device, " with ", n_out, " elements");
+                  op, ": bias must be contiguous on cuda:", device, " with ", n_out,
+                  " elements, found ", bias->dim(), " dimension(s) and ", bias->numel());
   switch (bias->scalar_type()) {
     case ScalarType::BFloat16: return {bias->const_data_ptr(), Dtype::kBfloat16};
     case ScalarType::Half: return {bias->const_data_ptr(), Dtype::kFloat16};
@@ -145,7 +146,6 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
                             plan.form == 1 ? Form::kFast : Form::kExact,
                             kind.family(),
                             dependent,
-                            static_cast<size_t>(facts.shared_bytes),
                             stream};
     check_launch("the product", with_rate(kind.half_bits, [&](auto rate) {
                    return launch_gemm<decltype(rate)::half_bits>(params, launch);
@@ -191,8 +191,8 @@ void multiply_into(const Tensor& x, const Tensor& weight, const Tensor& out) {
   torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-void run_dense(const Weights& weights, const Activations& x, const std::optional<Tensor>& bias,
-               Tensor& y, cudaStream_t stream) {
+void run_dense(const Weights& weights, const Activations& x, const Bias& bias, Tensor& y,
+               cudaStream_t stream) {
   const int64_t stride = (x.k_in + 7) / 8 * 8;
   const int64_t columns = dense_slice_columns(x.k_in, weights.n_out);
   const Tensor scratch = torch::stable::new_empty(x.rows, {columns, stride});
@@ -205,14 +205,10 @@ void run_dense(const Weights& weights, const Activations& x, const std::optional
     Tensor part = torch::stable::narrow(y, 1, begin, end - begin);
     multiply_into(x.rows, slice, part);
   }
-  if (bias.has_value()) {
-    std::array<StableIValue, 3> stack{torch::stable::detail::from(y),
-                                      torch::stable::detail::from(*bias),
-                                      torch::stable::detail::from(1.0)};
-    STD_TORCH_CHECK(
-        torch_call_dispatcher("aten::add_", "Tensor", stack.data(), TORCH_ABI_VERSION) == 0,
-        "exl3::linear: adding the bias failed");
-    torch::stable::detail::to<Tensor>(stack[0]);
+  if (bias.data != nullptr) {
+    check_launch("adding the bias",
+                 launch_add_bias(static_cast<uint16_t*>(y.mutable_data_ptr()), x.dtype, bias.data,
+                                 bias.dtype, x.m, weights.n_out, stream));
   }
 }
 
@@ -244,7 +240,8 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
                     " numbers, expected kernel, rows, form, blocks");
     plan = {static_cast<Kernel>((*forced)[0]), static_cast<int>((*forced)[1]),
             static_cast<int>((*forced)[2]), static_cast<int>((*forced)[3])};
-    if (plan.blocks == 0) plan.blocks = facts.multiprocessors * gemm_blocks_of_sm(plan.rows);
+    if (plan.blocks == 0) plan.blocks = static_cast<int>(
+          facts.multiprocessors * gemm_blocks_of_sm(plan.rows, facts.shared_bytes));
     const bool legal_rows = plan.rows == 8 || plan.rows == 16 || plan.rows == 32 ||
                             plan.rows == 64 || plan.rows == 128;
     STD_TORCH_CHECK(plan.kernel == Kernel::kDense ||
@@ -258,7 +255,7 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
   const cudaStream_t stream = current_stream(device);
   if (plan.kernel == Kernel::kDense) {
     Tensor flat = y.dim() == 2 ? y : torch::stable::view(y, {rows.m, weights.n_out});
-    run_dense(weights, rows, bias, flat, stream);
+    run_dense(weights, rows, bias_facts, flat, stream);
     return y;
   }
   const GemmWorkspace parts = gemm_workspace(rows.m, weights.k, weights.n,

@@ -14,7 +14,7 @@ namespace {
 void check_tensor(const char* op, const Tensor& t, ScalarType type, const char* what, int64_t dim,
                   int device) {
   STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, op, ": ", what,
-                  " must be on the device of the first tensor, cuda:", device, "; move it there");
+                  " must be on the device of suh, cuda:", device, "; move it there");
   STD_TORCH_CHECK(t.scalar_type() == type, op, ": ", what, " has scalar type ",
                   static_cast<int>(t.scalar_type()), ", expected ", static_cast<int>(type));
   STD_TORCH_CHECK(t.dim() == dim && t.is_contiguous(), op, ": ", what,
@@ -31,6 +31,7 @@ Weights read_weights(const char* op, const Tensor& trellis, const Tensor& suh, c
   const int64_t count = static_cast<int64_t>(fields.size()) / kShardFields;
   STD_TORCH_CHECK(count <= kMaxShards, op, ": ", count, " shards, at most ", kMaxShards,
                   " fit one call; split the layer");
+  STD_TORCH_CHECK(suh.is_cuda(), op, ": suh must be on a CUDA device; move it there");
   const int device = suh.get_device_index();
   check_tensor(op, trellis, ScalarType::Short, "trellis", 1, device);
   check_tensor(op, suh, ScalarType::Half, "suh", 2, device);

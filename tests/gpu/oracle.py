@@ -19,8 +19,9 @@ Two bounds, with u = 2^-24 and v = 2^-11 (half a unit of fp16, relative), t = x 
 Both stand before the conversion to the result's dtype, half a unit in the last place of the very
 number, which an error may exceed them by.
 
-The dense route rounds the weight in the original basis once to the activation dtype, and before
-that the half-transformed tile once to fp16; its statistical bound models both as noise.
+The dense route rounds the weight in the original basis once to the activation dtype, and on the way
+there ten times to fp16: after the part of either transform inside a tile, after its three stages
+over tiles, the product of the scales, and with it. Its statistical bound models all as noise.
 """
 
 from __future__ import annotations
@@ -194,14 +195,16 @@ class Weights:
     @cached_property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The weight in the original basis `[k, n]`; variance and worst error before rounding."""
-        half_way = hadamard(self.exact.T).T  # over the inputs first, and then rounded to fp16
+        half_way = hadamard(self.exact.T).T  # over the inputs first
         scale = (self.suh[:, None] * self.svh).abs()
         weight = hadamard(half_way) * self.suh[:, None] * self.svh
-        single = (7 / 3) * U**2 * spread((self.exact**2).T).T / BLOCK
-        variance = spread((HALF * half_way) ** 2 / 3 + single) / BLOCK
-        variance = (variance + (7 / 3) * U**2 * spread(half_way**2) / BLOCK) * scale**2
-        single = 8 * U * spread(self.exact.abs().T).T / ROOT + 2.0**-25
-        worst = spread((HALF + 8 * U) * half_way.abs() + single) / ROOT * scale
+        # Either direction rounds four times; the noise of a stage spreads over a block, in the
+        # mean with the energy of the block. The last two are of the scales and of the value itself.
+        energy = spread(half_way**2) / BLOCK
+        variance = (8 * HALF**2 / 3 * energy) * scale**2 + 2 * (HALF * weight) ** 2 / 3
+        # A value between stages is at most the sum of the magnitudes that go into it.
+        single = 4 * HALF * spread(self.exact.abs().T).T / ROOT + 4 * HALF * half_way.abs()
+        worst = spread(single + 2.0**-22) / ROOT * scale + 2 * HALF * weight.abs()
         return weight, variance + (2 * U * weight) ** 2, worst + 4 * U * weight.abs()
 
 

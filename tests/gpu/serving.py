@@ -12,6 +12,9 @@ report, and is compared in two ways:
   the texts are then read again as one prompt, through the kernels of many rows: the token chosen
   may not have been less likely than the best by more than five times the threshold.
 
+With one rank a last case plants a fault: one word of one layer is changed behind the self-test's
+back, and the start must be refused with that layer's name.
+
 stdout: one JSON line a case, at once; exit code 1 where one is wrong or failed. Cases that begin
 after the budget are skipped, and said to be. DIR holds folders, each with a checkpoint and its
 golden.npz.
@@ -34,6 +37,7 @@ SAME_BEST = {"float32": 0.99, "float16": 0.99, "bfloat16": 0.97}
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 REQUESTS, NEW_TOKENS, READ_AGAIN = 12, 24, 4
 CAPTURED = [1, 2, 4, 8, 16, 32, 64]
+PLANTED = "one wrong word"
 
 # The most telling cases come first, in case the budget ends early.
 ORDER = [
@@ -123,6 +127,39 @@ def decode(llm, golden: list, verify) -> dict:
     return {"texts": texts, "decode_gap": gap}
 
 
+def planted(model: Path, device: str) -> dict:
+    """A start with one wrong word, which the self-test has to find."""
+    from unittest import mock
+
+    from exl3_plugin import boot, loading, verify
+
+    original, spoilt = loading.to_kernel_order, []
+
+    def to_kernel_order(layer):
+        original(layer)
+        if not spoilt:
+            layer.trellis.data[5] ^= 1 << 9
+            spoilt.append(layer)
+
+    def complete(layer, prefix, *args, **kwargs):
+        names[id(layer)] = prefix
+        return original_complete(layer, prefix, *args, **kwargs)
+
+    names, original_complete = {}, boot.complete
+    with (
+        mock.patch.object(loading, "to_kernel_order", to_kernel_order),
+        mock.patch.object(boot, "complete", complete),
+    ):
+        try:
+            verify.start(model, 64, dtype="bfloat16", **engine_arguments(device, "eager", 64))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        else:
+            said = "started all the same"
+    expected = f"EXL3 self-test: {names[id(spoilt[0])]} is wrong" if spoilt else "nothing spoilt"
+    return {"ok": expected in said, "said": said}
+
+
 def load_facts(report: Path) -> dict:
     """What the plugin said of loading, rank 0."""
     file = report if report.exists() else report.with_name(f"{report.name}.rank0")
@@ -208,6 +245,10 @@ def main() -> int:
                     line |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
                     failed += 1
                 clean_up()
+            print(json.dumps(line), file=out, flush=True)
+        if options.ranks == 1:
+            line = {"case": PLANTED} | planted(cases[0][0], device)
+            failed += not line["ok"]
             print(json.dumps(line), file=out, flush=True)
     return int(failed > 0)
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import FIXTURES, ORDER, complaints, find_cases, name_of
+from serving import FIXTURES, ORDER, PLANTED, complaints, find_cases, name_of
 
 CASES = [name_of(*case) for case in find_cases([FIXTURES], "")]
 NO_VLLM = "no vllm: serving on the GPU is not tested here"
@@ -33,12 +33,12 @@ def served(gpu) -> dict[str, dict]:
         timeout=1200,
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(CASES), done.stderr[-8000:]
+    assert len(results) == len(CASES) + 1, done.stderr[-8000:]
     return {result["case"]: result for result in results}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_checkpoints_serve_right_on_the_gpu(served, case):
+@pytest.mark.parametrize("case", [*CASES, PLANTED])
+def test_checkpoints_serve_right_on_the_gpu_and_a_fault_stops_the_start(served, case):
     print(served[case])
     assert served[case]["ok"], served[case]
 

@@ -137,6 +137,7 @@ def test_peak_memory_is_what_is_declared(name):
         declared = ops.workspace_bytes(m, layer.k, layer.n_stored, len(layer.shards), plan)
         assert stats["requested_bytes.all.current"] - before == output, "something stayed behind"
         assert peak == declared + output, f"m={m}: {peak} bytes, declared {declared} + {output}"
+        del y
 
 
 @pytest.mark.quick

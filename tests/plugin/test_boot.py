@@ -13,7 +13,7 @@ from plugin_models import awkward_llama, awkward_qwen3, exl3_linear
 from safetensors import safe_open
 from test_shards import run_rank
 
-from exl3_plugin import boot, loading, ops, selftest
+from exl3_plugin import boot, loading, ops, selftest, tuning
 from exl3_plugin import format as exl3
 from exl3_plugin.config import Exl3Config
 from exl3_plugin.report import describe_plan, plan_of
@@ -250,6 +250,29 @@ def test_a_gpu_without_kernels_is_refused_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ops.LibraryError, match="built without CUDA"):
         boot.prepare(None)
+
+
+def test_a_profile_of_another_card_is_refused_with_what_differs(monkeypatch, tmp_path):
+    key = tuning.Key(device_name="H200", compute_capability="9.0", sms=132, power_limit_w=700,
+                     driver_major=580, cuda_runtime="13.0", plugin_version="0.1.0",
+                     source_hash="a")  # fmt: skip
+    profile = tuning.Profile(key=key, created="2026-01-01T00:00:00Z", read_gb_s=4000, seconds=1,
+                             overrides=[], measurements=[])  # fmt: skip
+    profile.write(tmp_path / "profile.json")
+    monkeypatch.setenv("EXL3_PROFILE", str(tmp_path / "profile.json"))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(ops, "require_cuda", lambda index: None)
+    asked = []
+
+    def current_key(index):
+        asked.append(index)
+        return key.model_copy(update={"power_limit_w": 600})
+
+    monkeypatch.setattr(tuning, "current_key", current_key)
+    with pytest.raises(tuning.ProfileError, match="power_limit_w is 600, the profile has 700"):
+        boot.prepare(None)
+    assert asked == [3]
 
 
 def test_ranks_that_differ_are_refused():

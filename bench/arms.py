@@ -16,8 +16,10 @@ from exl3_plugin import devices, ops
 
 KERNELS = ("auto", "8", "16", "32", "64", "128", "dense")
 FORMS = ("exact", "fast")
-FAST_ROWS = 16
+FAST_ROWS = 8
 """Most rows for which a fast form exists; above, both forms are one and the same kernel."""
+DENSE_ROWS = 16
+"""Fewest rows at which the dense kernel is worth a point."""
 LIMITS = {torch.bfloat16: 2.5e-3, torch.float16: 6e-4}
 """Relative L2 error that passes, by the type of the result."""
 ANY_PLAN = ops.Plan(ops.GEMM, 16, ops.EXACT, 0)
@@ -48,12 +50,12 @@ class Kernel:
 
     def applies(self, rows: int) -> bool:
         """False where a point would say nothing new, or would only burn time."""
-        if self.form == "fast" and (self.name not in ("auto", "8", "16") or rows > FAST_ROWS):
+        if self.form == "fast" and (self.name not in ("auto", "8") or rows > FAST_ROWS):
             return False
         if self.name == "auto":
             return True
         if self.name == "dense":
-            return rows >= FAST_ROWS
+            return rows >= DENSE_ROWS
         return rows <= 32 * int(self.name)
 
 

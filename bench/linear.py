@@ -131,7 +131,7 @@ def kernels_to_run(kernels: list[str], forms: list[str]) -> list[Kernel]:
         Kernel(name, form)
         for name in sorted(kernels, key=KERNELS.index)
         for form in forms
-        if not (form == "fast" and name not in ("auto", "8", "16"))
+        if not (form == "fast" and name not in ("auto", "8"))
         and not (name == "dense" and form != forms[0])
     ]
 

@@ -55,7 +55,7 @@ def plan_of(
 
 
 def describe_plan(plan: ops.Plan) -> str:
-    """In words: "dense", or "gemm, 16 rows, fast, 264 blocks"."""
+    """In words: "dense", or "gemm, 8 rows, fast, 264 blocks"."""
     if plan.kernel == ops.DENSE:
         return "dense"
     form = "fast" if plan.form == ops.FAST else "exact"

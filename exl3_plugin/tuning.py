@@ -20,7 +20,7 @@ from exl3_plugin import devices, env, ops
 
 VERSION = 1
 TILE_ROWS = (8, 16, 32, 64, 128)
-FAST_TILE_ROWS = (8, 16)
+FAST_TILE_ROWS = (8,)
 ANY_FAMILY, HALVES_FAMILY, MUL1_FAMILY = -1, 0, 1
 """Codebook families of a plan: any, the two that add halves (3inst, mcg), mul1."""
 TABLE_FIELDS = ("k", "n", "half_bits", "family", "m_upto", "kernel", "rows", "form", "blocks")

@@ -2,13 +2,13 @@
 //
 // A lane needs the words that hold its run of eight windows (`LaneWords`), shifts them so that the
 // run ends at bit 0, cuts the eight 16-bit windows out (`windows`), multiplies each by the codebook
-// constant (`products`) and turns pairs of products into pairs of fp16 weights (`exact_fragment`) or
-// into the fast forms that skip the last rounding (`two_term_fragment`, `byte_sum_fragment`).
+// constant (`products`) and turns pairs of products into pairs of fp16 weights (`exact_fragment`)
+// or into the fast forms that skip the last rounding (`two_term_fragment`, `byte_sum_fragment`).
 //
 // What decides here is not the number of instructions but the pipe they take. On Hopper logic,
 // shifts and PRMT share one half-rate pipe, IMAD and dp4a the other, so a shift may be cheaper as a
-// multiplication by a power of two; the compiler would turn that back into a shift, which is why the
-// powers come from memory (`DecodeConstants`). docs/kernels.md has the counts and the rates.
+// multiplication by a power of two; the compiler would turn that back into a shift, which is why
+// the powers come from memory (`DecodeConstants`). docs/kernels.md has the counts and the rates.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -143,17 +143,17 @@ __device__ __forceinline__ void windows(const AlignedRun& run, const DecodeConst
 }
 
 // Codebook products of the eight steps. At 4 and 8 bits two windows lie exactly 16 bits apart, so
-// one register holds both; the upper one's product, moved up by 16, is what the product of the whole
-// register has too much. That saves the mask of the lower one for one more multiplication.
+// one register holds both; the upper one's product, moved up by 16, is what the product of the
+// whole register has too much. That saves the mask of the lower one for one more multiplication.
 template <int kHalfBits, Family kFamily>
 __device__ __forceinline__ void products(const AlignedRun& run, const DecodeConstants& constants,
                                          uint32_t (&p)[8]) {
   if constexpr (kFamily == Family::kHalves && (kHalfBits == 8 || kHalfBits == 16)) {
     constexpr bool kFour = kHalfBits == 8;
-    const uint32_t r[4] = {run.low, shift_pair(run.low, run.middle, kFour ? 4 : 8),
-                           kFour ? shift_pair(run.low, run.middle, 8) : run.middle,
-                           kFour ? shift_pair(run.low, run.middle, 12)
-                                 : shift_pair(run.middle, run.top, 8)};
+    const uint32_t r[4] = {
+        run.low, shift_pair(run.low, run.middle, kFour ? 4 : 8),
+        kFour ? shift_pair(run.low, run.middle, 8) : run.middle,
+        kFour ? shift_pair(run.low, run.middle, 12) : shift_pair(run.middle, run.top, 8)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int lower = kFour || i < 2 ? 7 - i : 5 - i;
@@ -191,9 +191,10 @@ __device__ __forceinline__ uint32_t weight_pair(uint32_t p, uint32_t q) {
   uint32_t pair;
   if constexpr (kFamily == Family::kByteSum) {
     // 0x6400 is 1024, where fp16 counts in ones: 1024 + sum is an integer in the low bits.
-    const uint32_t sums =
-        __byte_perm(sum_of_bytes(p, 0x6400u), sum_of_bytes(q, 0x6400u), 0x5410u);
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(sums), "r"(0x1EEE1EEEu), "r"(0xC931C931u));
+    const uint32_t sums = __byte_perm(sum_of_bytes(p, 0x6400u), sum_of_bytes(q, 0x6400u), 0x5410u);
+    asm("fma.rn.f16x2 %0, %1, %2, %3;"
+        : "=r"(pair)
+        : "r"(sums), "r"(0x1EEE1EEEu), "r"(0xC931C931u));
   } else {
     // Two scalar additions read the halves in place; packing them costs one PRMT instead of two.
     asm("{\n"
@@ -210,8 +211,8 @@ __device__ __forceinline__ uint32_t weight_pair(uint32_t p, uint32_t q) {
   return pair;
 }
 
-// The A operand of m16n8k16 for one tile: 16 channels by 16 inputs, exact weights. Steps 0,1 | 4,5 |
-// 2,3 | 6,7 of a lane are the four registers of the operand.
+// The A operand of m16n8k16 for one tile: 16 channels by 16 inputs, exact weights. Steps 0,1 | 4,5
+// | 2,3 | 6,7 of a lane are the four registers of the operand.
 template <int kHalfBits, Family kFamily>
 __device__ __forceinline__ void exact_fragment(const AlignedRun& run,
                                                const DecodeConstants& constants, uint32_t (&a)[4]) {

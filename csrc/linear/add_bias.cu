@@ -30,8 +30,7 @@ __global__ void add_bias_kernel(uint16_t* out, Dtype dtype, const void* bias, Dt
 
 cudaError_t launch_add_bias(uint16_t* out, Dtype dtype, const void* bias, Dtype bias_dtype,
                             int64_t rows, int64_t columns, cudaStream_t stream) {
-  const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>(2048, (rows * columns + 255) / 256));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(2048, (rows * columns + 255) / 256));
   return launch_kernel(add_bias_kernel, dim3(blocks), 256, 0, false, stream, out, dtype, bias,
                        bias_dtype, rows, columns);
 }

@@ -11,9 +11,7 @@
 
 namespace exl3 {
 
-inline constexpr int kMaxShards = 16;    // of one fused layer
-inline constexpr int kGemmWarps = 8;     // of a thread block
-inline constexpr int kGemmThreads = 32 * kGemmWarps;
+inline constexpr int kMaxShards = 16;  // of one fused layer
 
 enum class Dtype : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
@@ -25,24 +23,24 @@ constexpr int64_t image_bytes(int64_t k, int rows) { return k * rows * 2; }
 constexpr int64_t partial_bytes(int rows) { return int64_t{rows} * 128 * 4; }
 
 struct GemmShard {
-  const uint8_t* weights;  // strips
-  const uint8_t* image;    // of row tile 0
+  const uint8_t* weights;   // strips
+  const uint8_t* image;     // of row tile 0
   const float* block_sums;  // [padded rows][k / 128] sums of the image, for Form::kFast of kByteSum
-  const uint16_t* svh;     // fp16 [n]
-  int strip_begin;         // index of its first strip among those of the launch
-  int n_begin, n_out;      // columns wanted of it
-  int out_begin;           // first column in the output
+  const uint16_t* svh;      // fp16 [n]
+  int strip_begin;          // index of its first strip among those of the launch
+  int n_begin, n_out;       // columns wanted of it
+  int out_begin;            // first column in the output
 };
 
 struct GemmParams {
   GemmShard shards[kMaxShards];
   int shard_count;
-  int m;           // rows of this launch
-  int k;           // multiple of 128
-  int strips;      // of all shards
-  int positions;   // thread blocks a row tile
+  int m;                     // rows of this launch
+  int k;                     // multiple of 128
+  int strips;                // of all shards
+  int positions;             // thread blocks a row tile
   int64_t image_tile_bytes;  // from one row tile of a shard to the next
-  void* out;       // [m, out_stride]
+  void* out;                 // [m, out_stride]
   int64_t out_stride;
   const void* bias;  // [n], indexed like the columns of out; may be null
   Dtype out_dtype, bias_dtype;

@@ -1,13 +1,13 @@
 // out = diag-scaled Hadamard of (image * W), for 8 to 128 rows a tile: `stream` and `tile` in one.
 //
 // A strip (128 output channels, one Hadamard block) is the M side of mma.m16n8k16, the rows of the
-// batch are its N side. The eight warps of a block form groups; a group covers the 128 channels of a
+// batch are its N side. The warps of a block form groups; a group covers the 128 channels of a
 // strip, and the groups split the k16 steps of the block's range evenly. With few rows a group is
 // one warp and eight groups split k; with many rows four warps share a group's activations. Each
 // tile of weights is decoded once in a block, in registers.
 //
-// Told in execution order: ring, main loop, sum over groups, exchange of partial sums between blocks,
-// output transform.
+// Told in execution order: ring, main loop, sum over groups, exchange of partial sums between
+// blocks, output transform.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,15 +37,18 @@ struct GemmConfig {
 
   using R = Rate<kHalfBits>;
   static constexpr int kGroupWarps = kRows <= 16 ? 1 : 4;
-  static constexpr int kGroups = kGemmWarps / kGroupWarps;
+  static constexpr int kWarps = gemm_warps(kRows);
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kGroups = kWarps / kGroupWarps;
   static constexpr int kGroupThreads = 32 * kGroupWarps;
   static constexpr int kWarpTiles = 8 / kGroupWarps;  // tiles of 16 channels a warp owns
   static constexpr int kRowTiles = kRows / 8;
 
   // Rows whose sums over the groups go through shared memory at once. Row stride 132 floats: the
-  // four lanes of a quad hold different rows and the eight quads different channels, so 8 * 4 banks.
-  static constexpr int kChunkRows = kGroups == 2 ? 32 : kHalfBits >= 14 ? 4 : 8;
-  static constexpr int kWarpRows = kRows / kGemmWarps;  // rows that one warp finishes
+  // four lanes of a quad hold different rows and the eight quads different channels, so 8 * 4
+  // banks.
+  static constexpr int kChunkRows = kGroupWarps == 4 ? 16 : kHalfBits >= 14 ? 4 : 8;
+  static constexpr int kWarpRows = kRows / kWarps;  // rows that one warp finishes
   static constexpr int kRowStride = 132;
   static constexpr int kSumBytes = kGroups * kChunkRows * kRowStride * 4;
 
@@ -62,7 +65,7 @@ struct GemmConfig {
   static constexpr int kStages = kFit < 4 ? kFit : 4;
   static constexpr int kSharedBytes = kGroups * kStages * kStageBytes + kSumBytes;
   static_assert(kStages >= 2);
-  static_assert(kForm == Form::kExact || kRows <= 16, "fast forms pay only with few rows");
+  static_assert(kForm == Form::kExact || kRows == kFastRows, "with more rows they do not pay");
   static_assert(kRows % kChunkRows == 0 && kStageSteps % 2 == 0);
 };
 
@@ -98,9 +101,9 @@ struct Fetcher {
     const UnitRange share = share_of_group<C>(segment, stop, group);
     const GemmShard& shard = shard_of_strip(p, strip);
     left = share.end - share.begin;
-    weights = shard.weights + thread_bytes +
-              (int64_t{share.begin} - int64_t{shard.strip_begin} * strip_steps) *
-                  C::kStepWeightBytes;
+    weights =
+        shard.weights + thread_bytes +
+        (int64_t{share.begin} - int64_t{shard.strip_begin} * strip_steps) * C::kStepWeightBytes;
     rows = shard.image + row_tile_bytes + thread_bytes +
            int64_t{share.begin - strip * strip_steps} * C::kStepRowBytes;
     segment = stop;
@@ -161,10 +164,9 @@ struct LaneState {
   explicit __device__ __forceinline__ LaneState(int lane, int part) : words(lane) {
     // Four tiles lie interleaved word by word, so a warp of two tiles takes half of each 16 bytes.
     constexpr int kHalfStripBytes = C::R::words32 * 16;
-    weight_offset = C::kGroupWarps == 1 ? 0
-                    : C::kGroupWarps == 2
-                        ? part * kHalfStripBytes
-                        : (part >> 1) * kHalfStripBytes + (part & 1) * 8;
+    weight_offset = C::kGroupWarps == 1   ? 0
+                    : C::kGroupWarps == 2 ? part * kHalfStripBytes
+                                          : (part >> 1) * kHalfStripBytes + (part & 1) * 8;
   }
 };
 
@@ -181,8 +183,8 @@ struct TileWords {
     if constexpr (C::R::lane_words == 3) load_word(from + state.words.before * 16, before);
   }
   __device__ __forceinline__ AlignedRun run(const LaneState<C>& state, int t) const {
-    return align_run<C::kHalfBits>(last[t], previous[t],
-                                   C::R::lane_words == 3 ? before[t] : 0u, state.words.shift);
+    return align_run<C::kHalfBits>(last[t], previous[t], C::R::lane_words == 3 ? before[t] : 0u,
+                                   state.words.shift);
   }
 
  private:
@@ -250,8 +252,8 @@ __device__ __forceinline__ void multiply_few(const LaneState<C>& state,
 template <class C, int kSteps>
 __device__ __forceinline__ void multiply_many(const LaneState<C>& state,
                                               const DecodeConstants& constants,
-                                              const uint8_t* weights, const uint8_t* rows,
-                                              int lane, Accumulators<C>& acc) {
+                                              const uint8_t* weights, const uint8_t* rows, int lane,
+                                              Accumulators<C>& acc) {
   static_assert(C::kWarpTiles == 2);
   constexpr int kPairs = C::kRowTiles / 2;
   uint32_t a[2][2][4];
@@ -267,8 +269,8 @@ __device__ __forceinline__ void multiply_many(const LaneState<C>& state,
     if (more) words.load(state, weights + (step + 1) * C::kStepWeightBytes, 0);
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      const uint4 v = *reinterpret_cast<const uint4*>(rows + step * C::kStepRowBytes +
-                                                      pair * 512 + lane * 16);
+      const uint4 v =
+          *reinterpret_cast<const uint4*>(rows + step * C::kStepRowBytes + pair * 512 + lane * 16);
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         mma_m16n8k16(acc[t][2 * pair], a[step % 2][t], v.x, v.y);
@@ -324,9 +326,8 @@ __device__ __forceinline__ void store_channels(const GemmParams& p, const GemmSh
 
 // Accumulators of a chunk of rows to shared memory: sums[group][row][channel].
 template <class C, int chunk>
-__device__ __forceinline__ void spread_sums(float* sums,
-                                            const Accumulators<C>& acc,
-                                            int group, int part, int lane) {
+__device__ __forceinline__ void spread_sums(float* sums, const Accumulators<C>& acc, int group,
+                                            int part, int lane) {
 #pragma unroll
   for (int t = 0; t < C::kWarpTiles; ++t) {
     const int channel = (part * C::kWarpTiles + t) * 16 + lane / 4;
@@ -345,16 +346,16 @@ __device__ __forceinline__ void spread_sums(float* sums,
   }
 }
 
-// z[i] = sums over the groups, in their order, of row warp + 8 i, channels 4 * lane to 4 * lane + 3;
-// of the rows of one chunk.
+// z[i] = sums over the groups, in their order, of row warp + kWarps * i, channels 4 * lane to 4 *
+// lane + 3; of the rows of one chunk.
 template <class C, int chunk>
 __device__ __forceinline__ void collect_sums(const float* sums, float (&z)[C::kWarpRows][4],
                                              int warp, int lane) {
 #pragma unroll
   for (int i = 0; i < C::kWarpRows; ++i) {
     // Chunks of four rows, which only the highest rates have, fill half of the warps each.
-    const int row = C::kChunkRows < 8 ? warp - chunk % 8 : warp + 8 * i - chunk;
-    if (8 * i + 7 < chunk || 8 * i >= chunk + C::kChunkRows) continue;
+    const int row = C::kChunkRows < 8 ? warp - chunk % 8 : warp + C::kWarps * i - chunk;
+    if (C::kWarps * (i + 1) <= chunk || C::kWarps * i >= chunk + C::kChunkRows) continue;
     if (C::kChunkRows < 8 && (row < 0 || row >= C::kChunkRows)) continue;
 #pragma unroll
     for (int g = 0; g < C::kGroups; ++g) {
@@ -381,9 +382,9 @@ __device__ __forceinline__ void add_partials(const float* partials, float (&z)[C
 #pragma unroll
       for (int i = 0; i < C::kWarpRows; ++i) {
         v[j][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (other + j <= last && warp + 8 * i < rows_left) {
+        if (other + j <= last && warp + C::kWarps * i < rows_left) {
           v[j][i] = __ldcg(reinterpret_cast<const float4*>(
-              partials + (int64_t{other + j} * C::kRows + warp + 8 * i) * 128 + 4 * lane));
+              partials + (int64_t{other + j} * C::kRows + warp + C::kWarps * i) * 128 + 4 * lane));
         }
       }
     }
@@ -406,14 +407,15 @@ __device__ __forceinline__ void for_constant(F&& f) {
 }
 
 // Registers for two blocks on a multiprocessor only help where its shared memory has room for two.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 #define EXL3_GEMM_BLOCKS(rows) 1
 #else
 #define EXL3_GEMM_BLOCKS(rows) gemm_blocks_of_sm(rows)
 #endif
 
 template <class C>
-__global__ void __launch_bounds__(kGemmThreads, EXL3_GEMM_BLOCKS(C::kRows))
+__global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     gemm_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -431,10 +433,17 @@ __global__ void __launch_bounds__(kGemmThreads, EXL3_GEMM_BLOCKS(C::kRows))
 
   const uint32_t thread_bytes = 16 * (part * 32 + lane);
   const uint32_t fetch_to = shared_address(ring) + thread_bytes;
-  Fetcher<C> fetcher{p, strip_steps, group, range.begin, range.end, 0,
-                     row_tile * p.image_tile_bytes, thread_bytes,
+  Fetcher<C> fetcher{p,
+                     strip_steps,
+                     group,
+                     range.begin,
+                     range.end,
+                     0,
+                     row_tile * p.image_tile_bytes,
+                     thread_bytes,
                      evict_first_policy(),  // each weight is read once
-                     nullptr, nullptr};
+                     nullptr,
+                     nullptr};
   {
     // Weights depend on no other kernel, so the ring starts to fill while the input transform runs.
     Fetcher<C> ahead = fetcher;
@@ -479,8 +488,7 @@ __global__ void __launch_bounds__(kGemmThreads, EXL3_GEMM_BLOCKS(C::kRows))
       copy_async_wait<C::kStages - 2>();
       group_barrier<C>(group);  // all copies are there, and nobody reads the slot before this one
       if (fetcher.ready()) {
-        const uint32_t to =
-            fetch_to + (slot == 0 ? C::kStages - 1 : slot - 1) * C::kStageBytes;
+        const uint32_t to = fetch_to + (slot == 0 ? C::kStages - 1 : slot - 1) * C::kStageBytes;
         fetcher.fetch_weights(to);
         fetcher.fetch_rows(to);
         fetcher.advance();
@@ -535,7 +543,7 @@ __global__ void __launch_bounds__(kGemmThreads, EXL3_GEMM_BLOCKS(C::kRows))
     if (!owner) {
 #pragma unroll
       for (int i = 0; i < C::kWarpRows; ++i) {
-        const int row = warp + 8 * i;
+        const int row = warp + C::kWarps * i;
         if (row >= rows_left) continue;
         float* to = partials + (int64_t{position} * C::kRows + row) * 128 + 4 * lane;
         *reinterpret_cast<float4*>(to) = make_float4(z[i][0], z[i][1], z[i][2], z[i][3]);
@@ -548,7 +556,7 @@ __global__ void __launch_bounds__(kGemmThreads, EXL3_GEMM_BLOCKS(C::kRows))
     }
 
     if (last > position) {
-      for (int other = position + 1 + threadIdx.x; other <= last; other += kGemmThreads) {
+      for (int other = position + 1 + threadIdx.x; other <= last; other += C::kThreads) {
         await_flag(flags + other);
       }
       __syncthreads();
@@ -562,13 +570,13 @@ __global__ void __launch_bounds__(kGemmThreads, EXL3_GEMM_BLOCKS(C::kRows))
     for (int i = 0; i < C::kWarpRows; ++i) hadamard_128(z[i], lane);
 #pragma unroll
     for (int i = 0; i < C::kWarpRows; ++i) {
-      if (warp + 8 * i >= rows_left) continue;
+      if (warp + C::kWarps * i >= rows_left) continue;
       float scale = kHadamardScale, offset = 0.0f;
       if constexpr (C::kForm == Form::kFast && C::kFamily == Family::kByteSum) {
         // sum_k (slope * s + offset) x = slope * sum_k s x + offset * sum_k x, and a constant over
         // the channels of a block is an impulse at its first channel after the transform.
         const int blocks = p.k / 128;
-        const float* block_sums = shard.block_sums + (first_row + 8 * i) * blocks;
+        const float* block_sums = shard.block_sums + (first_row + C::kWarps * i) * blocks;
         float total = 0.0f;
         for (int b = lane; b < blocks; b += 32) total += block_sums[b];
 #pragma unroll
@@ -579,7 +587,7 @@ __global__ void __launch_bounds__(kGemmThreads, EXL3_GEMM_BLOCKS(C::kRows))
 #pragma unroll
       for (int j = 0; j < 4; ++j) z[i][j] *= scale;
       if (lane == 0) z[i][0] += offset;
-      store_channels(p, shard, first_row + 8 * i, channel, scales, z[i]);
+      store_channels(p, shard, first_row + C::kWarps * i, channel, scales, z[i]);
     }
     begin = end;
   }

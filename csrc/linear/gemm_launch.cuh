@@ -14,28 +14,29 @@ cudaError_t launch_config(GemmParams& params, const GemmLaunch& launch) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int row_tiles = (params.m + C::kRows - 1) / C::kRows;
-  return launch_kernel(kernel, dim3(params.positions, row_tiles), kGemmThreads, C::kSharedBytes,
+  return launch_kernel(kernel, dim3(params.positions, row_tiles), C::kThreads, C::kSharedBytes,
                        launch.dependent_launch, launch.stream, params);
 }
 
 template <int kHalfBits, Family kFamily>
 cudaError_t launch_family(GemmParams& params, const GemmLaunch& launch) {
   if (launch.form == Form::kFast) {
-    switch (launch.rows) {
-      case 8: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kFast, 8>>(params, launch);
-      case 16:
-        return launch_config<GemmConfig<kHalfBits, kFamily, Form::kFast, 16>>(params, launch);
-      default: return cudaErrorInvalidValue;
-    }
+    if (launch.rows != kFastRows) return cudaErrorInvalidValue;
+    return launch_config<GemmConfig<kHalfBits, kFamily, Form::kFast, kFastRows>>(params, launch);
   }
   switch (launch.rows) {
-    case 8: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 8>>(params, launch);
-    case 16: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 16>>(params, launch);
-    case 32: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 32>>(params, launch);
-    case 64: return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 64>>(params, launch);
+    case 8:
+      return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 8>>(params, launch);
+    case 16:
+      return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 16>>(params, launch);
+    case 32:
+      return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 32>>(params, launch);
+    case 64:
+      return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 64>>(params, launch);
     case 128:
       return launch_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 128>>(params, launch);
-    default: return cudaErrorInvalidValue;
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

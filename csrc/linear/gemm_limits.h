@@ -1,12 +1,20 @@
-// How many thread blocks of the product a multiprocessor holds. Plain C++, for plan and launch.
+// How large thread blocks of the product are and how many a multiprocessor holds. Plain C++, for
+// plan and launch.
 #pragma once
 
 #include <cstdint>
 
 namespace exl3 {
 
-// Thread blocks of a multiprocessor that the registers allow at this tile height.
-constexpr int gemm_blocks_of_sm(int rows) { return rows <= 64 ? 2 : 1; }
+// Warps of a thread block at a tile height. Where the accumulators leave room, sixteen: they hide
+// the latencies of decoding, and one block a multiprocessor means fewer partial sums than two.
+constexpr int gemm_warps(int rows) { return rows == 32 || rows == 64 ? 16 : 8; }
+
+// The one tile height with fast forms: their second product a tile costs more than it saves above.
+inline constexpr int kFastRows = 8;
+
+// Thread blocks of a multiprocessor that the registers allow.
+constexpr int gemm_blocks_of_sm(int rows) { return rows <= 16 ? 2 : 1; }
 
 // The same where shared memory decides as well: below 160 KB there is room for one.
 constexpr int gemm_blocks_of_sm(int rows, int64_t shared_bytes) {

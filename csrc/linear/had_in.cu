@@ -1,15 +1,14 @@
 // t = H(x * suh) / sqrt(128) in blocks of 128, rounded once to fp16, in the order of B fragments.
 //
 // One warp transforms one block of one row for one shard; the rows of a block of threads meet in
-// shared memory, so that the image is written in runs of 16 bytes a lane. Rows past m are zeros, and
-// so are inputs outside [k_begin, k_begin + k_in).
-#include "linear/had_in.h"
-
+// shared memory, so that the image is written in runs of 16 bytes a lane. Rows past m are zeros,
+// and so are inputs outside [k_begin, k_begin + k_in).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "device/hadamard.cuh"
 #include "device/instructions.cuh"
+#include "linear/had_in.h"
 #include "linear/launch.cuh"
 
 namespace exl3 {
@@ -52,8 +51,7 @@ __global__ void __launch_bounds__(kRows * 32) transform_kernel(const TransformPa
   if (padded_row < p.m) {
     const int first = block * 128 + 4 * lane;
     load_block<T>(p, padded_row, first, v);
-    const uint2 scales =
-        *reinterpret_cast<const uint2*>(p.suh + int64_t{shard} * p.k + first);
+    const uint2 scales = *reinterpret_cast<const uint2*>(p.suh + int64_t{shard} * p.k + first);
     const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
     const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
     v[0] *= low.x, v[1] *= low.y, v[2] *= high.x, v[3] *= high.y;

@@ -10,17 +10,17 @@
 namespace exl3 {
 
 struct TransformParams {
-  const void* x;      // [m, k_in], rows x_stride apart
+  const void* x;  // [m, k_in], rows x_stride apart
   int64_t x_stride;
-  Dtype x_dtype;      // bfloat16 or float16
+  Dtype x_dtype;        // bfloat16 or float16
   const uint16_t* suh;  // fp16 [shards, k]
-  uint8_t* image;     // [shards][row tiles][image_bytes(k, rows)]
-  float* block_sums;  // [shards][row tiles * rows][k / 128], or null
-  uint32_t* flags;    // set to zero here for the products that follow
+  uint8_t* image;       // [shards][row tiles][image_bytes(k, rows)]
+  float* block_sums;    // [shards][row tiles * rows][k / 128], or null
+  uint32_t* flags;      // set to zero here for the products that follow
   int flag_count;
   int m, k, k_begin, k_in;
   int shards;
-  int rows;       // of a row tile
+  int rows;  // of a row tile
   int row_tiles;
 };
 

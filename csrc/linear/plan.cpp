@@ -8,42 +8,37 @@ namespace exl3 {
 namespace {
 
 // Row counts from which rebuilding the weight and a dense product is faster than decoding it in the
-// product, by architecture. Measured on sm_90 (H200); elsewhere the tensor cores are slower against
-// the decoder, so decoding in the product pays longer.
-struct ArchitectureDefaults {
-  int architecture;       // from this one on
-  int64_t dense_from;     // rows
-  bool fast_forms;        // the integer pipe, not memory, limits few rows
+// product, by architecture and size of the layer: small layers have too few strips to share out.
+// Measured on sm_90 (H200); elsewhere the tensor cores are slower against the decoder, so decoding
+// in the product pays longer.
+struct Crossover {
+  int architecture;    // from this one on
+  int64_t weights;     // up to so many
+  int64_t dense_from;  // rows
 };
-constexpr ArchitectureDefaults kDefaults[] = {
-    {80, 384, false},
-    {86, 512, false},
-    {90, 193, true},
-    {100, 512, false},
+constexpr int64_t kAnySize = int64_t{1} << 62;
+constexpr Crossover kCrossovers[] = {
+    {100, kAnySize, 512}, {90, 16 << 20, 65},  {90, kAnySize, 129},
+    {86, kAnySize, 512},  {80, kAnySize, 384},
 };
 
-const ArchitectureDefaults& defaults_of(int architecture) {
-  const ArchitectureDefaults* best = &kDefaults[0];
-  for (const auto& entry : kDefaults) {
-    if (architecture >= entry.architecture) best = &entry;
+int64_t dense_from(int architecture, const Problem& problem) {
+  for (const auto& entry : kCrossovers) {
+    if (architecture >= entry.architecture && problem.k * problem.n <= entry.weights) {
+      return entry.dense_from;
+    }
   }
-  return *best;
+  return kAnySize;
 }
+
+// Where the integer pipe and not memory limits few rows, skipping a rounding of the weights pays.
+bool fast_forms_pay(int architecture) { return architecture == 90; }
 
 int rows_of_tile(int64_t m) {
   for (const int rows : {8, 16, 32, 64}) {
     if (m <= rows) return rows;
   }
   return 128;
-}
-
-// All multiprocessors full, unless the layer is so small that the warps of a block would not find a
-// k16 step each.
-int blocks_for(const DeviceFacts& device, const Problem& problem, int rows) {
-  const int64_t wanted =
-      int64_t{device.multiprocessors} * gemm_blocks_of_sm(rows, device.shared_bytes);
-  return static_cast<int>(
-      std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, work_units(problem.k, problem.n) / 8)));
 }
 
 bool matches(const PlanOverride& entry, const Problem& problem) {
@@ -56,30 +51,39 @@ int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
+int default_blocks(const DeviceFacts& device, const Problem& problem, int rows) {
+  // All multiprocessors full, unless the layer is so small that the warps of a block would not find
+  // a k16 step each, or that a strip falls into so many parts that adding them up takes longer.
+  const int64_t full =
+      int64_t{device.multiprocessors} * gemm_blocks_of_sm(rows, device.shared_bytes);
+  const int64_t most =
+      std::min(work_units(problem.k, problem.n) / 8, problem.n / 128 * (rows <= 16 ? 12 : 6));
+  return static_cast<int>(std::clamp<int64_t>(full, 1, std::max<int64_t>(1, most)));
+}
+
 Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOptions& options,
                std::span<const PlanOverride> overrides) {
   if (options.batch_invariant) {
     // Tiles of 32 and 64 rows have the same groups of warps, hence the same order of additions; the
     // number of blocks is the split of k and must not depend on the rows either.
     const int rows = problem.m <= 32 ? 32 : 64;
-    return {Kernel::kGemm, rows, 0, blocks_for(device, problem, 64)};
+    return {Kernel::kGemm, rows, 0, default_blocks(device, problem, 64)};
   }
-  const ArchitectureDefaults& defaults = defaults_of(device.architecture);
   for (const auto& entry : overrides) {
     if (!matches(entry, problem)) continue;
     Plan plan = entry.plan;
-    if (options.exact || plan.rows > 16) plan.form = 0;
+    if (options.exact || plan.rows != kFastRows) plan.form = 0;
     if (plan.kernel == Kernel::kGemm) {
-      if (plan.blocks == 0) plan.blocks = blocks_for(device, problem, plan.rows);
-      plan.blocks = static_cast<int>(std::min<int64_t>(
-          plan.blocks, std::max<int64_t>(1, work_units(problem.k, problem.n))));
+      if (plan.blocks == 0) plan.blocks = default_blocks(device, problem, plan.rows);
+      plan.blocks = static_cast<int>(
+          std::min<int64_t>(plan.blocks, std::max<int64_t>(1, work_units(problem.k, problem.n))));
     }
     return plan;
   }
-  if (problem.m >= defaults.dense_from) return {Kernel::kDense, 0, 0, 0};
+  if (problem.m >= dense_from(device.architecture, problem)) return {Kernel::kDense, 0, 0, 0};
   const int rows = rows_of_tile(problem.m);
-  const int form = defaults.fast_forms && !options.exact && rows <= 16 ? 1 : 0;
-  return {Kernel::kGemm, rows, form, blocks_for(device, problem, rows)};
+  const bool fast = fast_forms_pay(device.architecture) && !options.exact && rows == kFastRows;
+  return {Kernel::kGemm, rows, fast ? 1 : 0, default_blocks(device, problem, rows)};
 }
 
 GemmWorkspace gemm_workspace(int64_t m, int64_t k, int64_t n, int64_t shards, const Plan& plan) {

@@ -42,9 +42,13 @@ struct PlanOverride {
   Plan plan;
 };
 
-inline constexpr int64_t kLaunchRows = 512;            // rows of one launch of kGemm
-inline constexpr int64_t kDenseSliceBytes = 192 << 20;  // of the weight that kDense rebuilds at once
-inline constexpr int kUnitInputs = 16;                 // inputs of one unit of work
+inline constexpr int64_t kLaunchRows = 512;  // rows of one launch of kGemm
+inline constexpr int64_t kDenseSliceBytes = 192
+                                            << 20;  // of the weight that kDense rebuilds at once
+inline constexpr int kUnitInputs = 16;              // inputs of one unit of work
+
+// Thread blocks a row tile where a plan leaves them open.
+int default_blocks(const DeviceFacts& device, const Problem& problem, int rows);
 
 Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOptions& options,
                std::span<const PlanOverride> overrides = {});

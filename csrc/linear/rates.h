@@ -14,18 +14,30 @@ struct RateTag {
 template <class F>
 cudaError_t with_rate(int half_bits, F&& f) {
   switch (half_bits) {
-    case 2: return f(RateTag<2>{});
-    case 3: return f(RateTag<3>{});
-    case 4: return f(RateTag<4>{});
-    case 5: return f(RateTag<5>{});
-    case 6: return f(RateTag<6>{});
-    case 7: return f(RateTag<7>{});
-    case 8: return f(RateTag<8>{});
-    case 10: return f(RateTag<10>{});
-    case 12: return f(RateTag<12>{});
-    case 14: return f(RateTag<14>{});
-    case 16: return f(RateTag<16>{});
-    default: return cudaErrorInvalidValue;
+    case 2:
+      return f(RateTag<2>{});
+    case 3:
+      return f(RateTag<3>{});
+    case 4:
+      return f(RateTag<4>{});
+    case 5:
+      return f(RateTag<5>{});
+    case 6:
+      return f(RateTag<6>{});
+    case 7:
+      return f(RateTag<7>{});
+    case 8:
+      return f(RateTag<8>{});
+    case 10:
+      return f(RateTag<10>{});
+    case 12:
+      return f(RateTag<12>{});
+    case 14:
+      return f(RateTag<14>{});
+    case 16:
+      return f(RateTag<16>{});
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

@@ -30,14 +30,14 @@ struct ReconstructParams {
   DecodeConstants constants;
 };
 
-// out[row][column] += bias[column], rounded once more; for the dense product, which has no epilogue.
+// out[row][column] += bias[column], rounded once more; for the dense product, which has no
+// epilogue.
 cudaError_t launch_add_bias(uint16_t* out, Dtype dtype, const void* bias, Dtype bias_dtype,
                             int64_t rows, int64_t columns, cudaStream_t stream);
 
 template <int kHalfBits>
 cudaError_t launch_rebuild(const RebuildParams& params, Family family, cudaStream_t stream);
 template <int kHalfBits>
-cudaError_t launch_reconstruct(const ReconstructParams& params, Family family,
-                               cudaStream_t stream);
+cudaError_t launch_reconstruct(const ReconstructParams& params, Family family, cudaStream_t stream);
 
 }  // namespace exl3

@@ -1,12 +1,12 @@
 // Rebuilding weights in the original basis at the speed at which they can be written.
 //
 // A thread block makes one block of 128 x 128: warp w decodes the eight tiles of tile column w. The
-// transform over 128 is one over the 16 inside a tile and one over the 8 tiles. Inside a tile it is a
-// product with the 16 x 16 matrix of signs, which the tensor cores do exactly; over tiles it is three
-// stages of packed fp16 additions, in registers for the inputs, and behind an exchange through shared
-// memory for the outputs. So a value is rounded to fp16 ten times on its way: after either product,
-// after each of the six stages, and the product of the scales and that with it. That is a third of
-// what rounding to bfloat16 then adds.
+// transform over 128 is one over the 16 inside a tile and one over the 8 tiles. Inside a tile it is
+// a product with the 16 x 16 matrix of signs, which the tensor cores do exactly; over tiles it is
+// three stages of packed fp16 additions, in registers for the inputs, and behind an exchange
+// through shared memory for the outputs. So a value is rounded to fp16 ten times on its way: after
+// either product, after each of the six stages, and the product of the scales and that with it.
+// That is a third of what rounding to bfloat16 then adds.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,8 +22,8 @@
 
 namespace exl3 {
 
-// Entries (row, column) and (row, column + 1) of the 16 x 16 Hadamard matrix times `one`, which is a
-// power of two as fp16.
+// Entries (row, column) and (row, column + 1) of the 16 x 16 Hadamard matrix times `one`, which is
+// a power of two as fp16.
 __device__ __forceinline__ uint32_t sign_pair(uint32_t one, int row, int column) {
   const uint32_t first = __popc(row & column) & 1, second = __popc(row & (column + 1)) & 1;
   return (one | one << 16) | first << 15 | second << 31;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void hadamard_8(__half2 (&v)[8]) {
 template <int kHalfBits, Family kFamily, Dtype kDtype>
 __global__ void __launch_bounds__(256, 3) rebuild_kernel(const __grid_constant__ RebuildParams p) {
   using R = Rate<kHalfBits>;
-  // [128 channels][128 inputs + 8] fp16: the row stride makes scattered 4-byte stores of accumulators
-  // conflict-free, and 16-byte loads along the inputs are so anyway.
+  // [128 channels][128 inputs + 8] fp16: the row stride makes scattered 4-byte stores of
+  // accumulators conflict-free, and 16-byte loads along the inputs are so anyway.
   constexpr int kStride = 136;
   __shared__ __align__(16) uint16_t exchange[128 * kStride];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(256, 3) rebuild_kernel(const __grid_constant__
   __half2 v[4][8];
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const uint4 row = *reinterpret_cast<const uint4*>(exchange + (t * 16 + channel) * kStride + eight);
+    const uint4 row =
+        *reinterpret_cast<const uint4*>(exchange + (t * 16 + channel) * kStride + eight);
     v[0][t] = *reinterpret_cast<const __half2*>(&row.x);
     v[1][t] = *reinterpret_cast<const __half2*>(&row.y);
     v[2][t] = *reinterpret_cast<const __half2*>(&row.z);
@@ -125,10 +126,9 @@ __global__ void __launch_bounds__(256, 3) rebuild_kernel(const __grid_constant__
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) hadamard_8(v[j]);
-  const __half2 in_scale[4] = {*reinterpret_cast<const __half2*>(&raw_in.x),
-                               *reinterpret_cast<const __half2*>(&raw_in.y),
-                               *reinterpret_cast<const __half2*>(&raw_in.z),
-                               *reinterpret_cast<const __half2*>(&raw_in.w)};
+  const __half2 in_scale[4] = {
+      *reinterpret_cast<const __half2*>(&raw_in.x), *reinterpret_cast<const __half2*>(&raw_in.y),
+      *reinterpret_cast<const __half2*>(&raw_in.z), *reinterpret_cast<const __half2*>(&raw_in.w)};
   const int at = k - p.k_first;
   const bool whole = at >= 0 && at + 8 <= p.k_count && (at | p.out_stride) % 8 == 0;
 #pragma unroll
@@ -170,8 +170,8 @@ __global__ void reconstruct_kernel(const __grid_constant__ ReconstructParams p) 
   if (tile >= int64_t{p.k_tiles} * p.n_tiles) return;
   const uint32_t* from = p.tiles + tile * R::words32;
   const LaneWords<kHalfBits> words(lane);
-  const AlignedRun run = align_run<kHalfBits>(
-      from[words.last], from[words.previous], from[words.before], words.shift);
+  const AlignedRun run =
+      align_run<kHalfBits>(from[words.last], from[words.previous], from[words.before], words.shift);
   uint32_t a[4];
   exact_fragment<kHalfBits, kFamily>(run, p.constants, a);
   const int64_t row = tile / p.n_tiles * 16, column = tile % p.n_tiles * 16, n = p.n_tiles * 16;
@@ -188,9 +188,8 @@ template <int kHalfBits, Family kFamily>
 cudaError_t launch_rebuild_family(const RebuildParams& p, cudaStream_t stream) {
   const int k_blocks = (p.k_first + p.k_count + 127) / 128 - p.k_first / 128;
   const int strips = (p.n_first + p.n_count + 127) / 128 - p.n_first / 128;
-  auto* kernel = p.dtype == Dtype::kBfloat16
-                     ? rebuild_kernel<kHalfBits, kFamily, Dtype::kBfloat16>
-                     : rebuild_kernel<kHalfBits, kFamily, Dtype::kFloat16>;
+  auto* kernel = p.dtype == Dtype::kBfloat16 ? rebuild_kernel<kHalfBits, kFamily, Dtype::kBfloat16>
+                                             : rebuild_kernel<kHalfBits, kFamily, Dtype::kFloat16>;
   return launch_kernel(kernel, dim3(k_blocks, strips), 256, 0, false, stream, p);
 }
 

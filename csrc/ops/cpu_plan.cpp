@@ -18,8 +18,7 @@ std::vector<int64_t> plan(std::vector<int64_t> device, std::vector<int64_t> prob
                                 device[2]};
   const exl3::Problem shape{problem[0], problem[1], problem[2], static_cast<int>(problem[3]),
                             static_cast<int>(problem[4])};
-  const exl3::Plan made =
-      exl3::make_plan(facts, shape, {(options & 1) != 0, (options & 2) != 0});
+  const exl3::Plan made = exl3::make_plan(facts, shape, {(options & 1) != 0, (options & 2) != 0});
   return {static_cast<int64_t>(made.kernel), made.rows, made.form, made.blocks};
 }
 

@@ -46,7 +46,8 @@ Activations read_activations(const char* op, const Tensor& x, const Weights& wei
                   ", ", k_begin + k_in, ") but the weights have ", weights.k);
   int64_t m = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) m *= x.size(d);
-  STD_TORCH_CHECK(m < (int64_t{1} << 31), op, ": x has ", m, " rows, at most 2^31 - 1 are possible");
+  STD_TORCH_CHECK(m < (int64_t{1} << 31), op, ": x has ", m,
+                  " rows, at most 2^31 - 1 are possible");
   const Dtype dtype = activation_dtype(op, x);
   // Rows of a 2-D slice are read where they lie; anything else is made contiguous first.
   const bool in_place = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= k_in;
@@ -68,10 +69,14 @@ Bias read_bias(const char* op, const std::optional<Tensor>& bias, int64_t n_out,
                   op, ": bias must be contiguous on cuda:", device, " with ", n_out,
                   " elements, found ", bias->dim(), " dimension(s) and ", bias->numel());
   switch (bias->scalar_type()) {
-    case ScalarType::BFloat16: return {bias->const_data_ptr(), Dtype::kBfloat16};
-    case ScalarType::Half: return {bias->const_data_ptr(), Dtype::kFloat16};
-    case ScalarType::Float: return {bias->const_data_ptr(), Dtype::kFloat32};
-    default: break;
+    case ScalarType::BFloat16:
+      return {bias->const_data_ptr(), Dtype::kBfloat16};
+    case ScalarType::Half:
+      return {bias->const_data_ptr(), Dtype::kFloat16};
+    case ScalarType::Float:
+      return {bias->const_data_ptr(), Dtype::kFloat32};
+    default:
+      break;
   }
   STD_TORCH_CHECK(false, op, ": bias has scalar type ", static_cast<int>(bias->scalar_type()),
                   ", expected float32, bfloat16 or float16");
@@ -85,8 +90,8 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
   const int shard_count = static_cast<int>(weights.shards.size());
   const bool dependent = options().dependent_launch && facts.architecture >= 90;
   auto* flags = reinterpret_cast<uint32_t*>(workspace + parts.flags);
-  const int64_t launch_flags = row_tiles * std::min<int64_t>(plan.blocks,
-                                                             work_units(weights.k, weights.n));
+  const int64_t launch_flags =
+      row_tiles * std::min<int64_t>(plan.blocks, work_units(weights.k, weights.n));
   auto* sums = plan.form == 1 ? reinterpret_cast<float*>(workspace + parts.block_sums) : nullptr;
 
   TransformParams transform{};
@@ -121,8 +126,7 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
       target.weights = shard.weights;
       target.image = transform.image + int64_t{s} * row_tiles * image_bytes(weights.k, plan.rows);
       target.block_sums =
-          sums == nullptr ? nullptr
-                          : sums + int64_t{s} * row_tiles * plan.rows * (weights.k / 128);
+          sums == nullptr ? nullptr : sums + int64_t{s} * row_tiles * plan.rows * (weights.k / 128);
       target.svh = shard.svh;
       target.strip_begin = params.strips;
       target.n_begin = static_cast<int>(shard.n_begin);
@@ -142,11 +146,8 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
     params.partials = reinterpret_cast<float*>(workspace + parts.partials);
     params.flags = flags + launches++ * launch_flags;
     params.constants = kind.constants();
-    const GemmLaunch launch{plan.rows,
-                            plan.form == 1 ? Form::kFast : Form::kExact,
-                            kind.family(),
-                            dependent,
-                            stream};
+    const GemmLaunch launch{plan.rows, plan.form == 1 ? Form::kFast : Form::kExact, kind.family(),
+                            dependent, stream};
     check_launch("the product", with_rate(kind.half_bits, [&](auto rate) {
                    return launch_gemm<decltype(rate)::half_bits>(params, launch);
                  }));
@@ -185,9 +186,8 @@ void multiply_into(const Tensor& x, const Tensor& weight, const Tensor& out) {
       torch::stable::detail::from(x),
       torch::stable::detail::from(torch::stable::transpose(weight, 0, 1)),
       torch::stable::detail::from(out)};
-  STD_TORCH_CHECK(
-      torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION) == 0,
-      "exl3::linear: torch's dense product failed");
+  STD_TORCH_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION) == 0,
+                  "exl3::linear: torch's dense product failed");
   torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -213,9 +213,8 @@ void run_dense(const Weights& weights, const Activations& x, const Bias& bias, T
 }
 
 Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor& suh,
-           const Tensor& svh, const std::optional<Tensor>& bias,
-           const std::vector<int64_t>& shards, int64_t k_begin,
-           const std::vector<int64_t>* forced) {
+           const Tensor& svh, const std::optional<Tensor>& bias, const std::vector<int64_t>& shards,
+           int64_t k_begin, const std::vector<int64_t>* forced) {
   const Weights weights = read_weights(op, trellis, suh, svh, shards);
   const int device = suh.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -240,16 +239,16 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
                     " numbers, expected kernel, rows, form, blocks");
     plan = {static_cast<Kernel>((*forced)[0]), static_cast<int>((*forced)[1]),
             static_cast<int>((*forced)[2]), static_cast<int>((*forced)[3])};
-    if (plan.blocks == 0) plan.blocks = static_cast<int>(
-          facts.multiprocessors * gemm_blocks_of_sm(plan.rows, facts.shared_bytes));
-    const bool legal_rows = plan.rows == 8 || plan.rows == 16 || plan.rows == 32 ||
-                            plan.rows == 64 || plan.rows == 128;
+    if (plan.blocks == 0) plan.blocks = default_blocks(facts, problem, plan.rows);
+    const bool legal_rows =
+        plan.rows == 8 || plan.rows == 16 || plan.rows == 32 || plan.rows == 64 || plan.rows == 128;
     STD_TORCH_CHECK(plan.kernel == Kernel::kDense ||
                         (plan.kernel == Kernel::kGemm && legal_rows && plan.blocks > 0 &&
-                         (plan.form == 0 || (plan.form == 1 && plan.rows <= 16))),
+                         (plan.form == 0 || (plan.form == 1 && plan.rows == kFastRows))),
                     op, ": plan (", (*forced)[0], ", ", (*forced)[1], ", ", (*forced)[2], ", ",
-                    (*forced)[3], ") is none: kernel 0 with rows 8, 16, 32, 64, 128 (form 1 up to "
-                    "16), or kernel 1");
+                    (*forced)[3],
+                    ") is none: kernel 0 with rows 8, 16, 32, 64, 128 (form 1 with 8 "
+                    "alone), or kernel 1");
   }
 
   const cudaStream_t stream = current_stream(device);
@@ -284,7 +283,8 @@ Tensor dense_weight(const Tensor trellis, const Tensor suh, const Tensor svh,
                     std::vector<int64_t> shards, int64_t k_begin, int64_t k_in, bool bf16) {
   const Weights weights = read_weights("exl3::dense_weight", trellis, suh, svh, shards);
   STD_TORCH_CHECK(k_begin >= 0 && k_in >= 0 && k_begin + k_in <= weights.k,
-                  "exl3::dense_weight: inputs [", k_begin, ", ", k_begin + k_in, ") of ", weights.k);
+                  "exl3::dense_weight: inputs [", k_begin, ", ", k_begin + k_in, ") of ",
+                  weights.k);
   const int device = suh.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   device_facts(device);
@@ -297,12 +297,19 @@ Tensor dense_weight(const Tensor trellis, const Tensor suh, const Tensor svh,
 }
 
 Tensor reconstruct(const Tensor trellis, int64_t codebook) {
-  STD_TORCH_CHECK(trellis.scalar_type() == ScalarType::Short && trellis.dim() == 3 &&
-                      trellis.is_contiguous(),
-                  "exl3::reconstruct: trellis must be contiguous int16 [k/16, n/16, words]");
+  STD_TORCH_CHECK(
+      trellis.scalar_type() == ScalarType::Short && trellis.dim() == 3 && trellis.is_contiguous(),
+      "exl3::reconstruct: trellis must be contiguous int16 [k/16, n/16, words]");
   const int64_t words = trellis.size(2);
-  const Shard shard{static_cast<int>(codebook), static_cast<int>(words / 8), 0, 0, 0, 0,
-                    nullptr, nullptr, nullptr};
+  const Shard shard{static_cast<int>(codebook),
+                    static_cast<int>(words / 8),
+                    0,
+                    0,
+                    0,
+                    0,
+                    nullptr,
+                    nullptr,
+                    nullptr};
   const bool half_rate = words == 24 || words == 40 || words == 56;
   STD_TORCH_CHECK(codebook >= 0 && codebook <= 2 &&
                       ((words % 16 == 0 && words >= 16 && words <= 128) ||
@@ -349,9 +356,13 @@ void set_plan_table(std::vector<int64_t> table) {
   std::vector<PlanOverride> overrides;
   for (size_t i = 0; i < table.size(); i += kFields) {
     const int64_t* f = table.data() + i;
-    overrides.push_back({f[0], f[1], static_cast<int>(f[2]), static_cast<int>(f[3]), f[4],
-                         {static_cast<Kernel>(f[5]), static_cast<int>(f[6]),
-                          static_cast<int>(f[7]), static_cast<int>(f[8])}});
+    overrides.push_back({f[0],
+                         f[1],
+                         static_cast<int>(f[2]),
+                         static_cast<int>(f[3]),
+                         f[4],
+                         {static_cast<Kernel>(f[5]), static_cast<int>(f[6]), static_cast<int>(f[7]),
+                          static_cast<int>(f[8])}});
   }
   options().overrides = std::move(overrides);
 }

@@ -17,9 +17,8 @@ void check_tensor(const char* op, const Tensor& t, ScalarType type, const char* 
                   " must be on the device of suh, cuda:", device, "; move it there");
   STD_TORCH_CHECK(t.scalar_type() == type, op, ": ", what, " has scalar type ",
                   static_cast<int>(t.scalar_type()), ", expected ", static_cast<int>(type));
-  STD_TORCH_CHECK(t.dim() == dim && t.is_contiguous(), op, ": ", what,
-                  " must be contiguous with ", dim, " dimension(s), found ", t.dim(),
-                  t.is_contiguous() ? "" : " and strides");
+  STD_TORCH_CHECK(t.dim() == dim && t.is_contiguous(), op, ": ", what, " must be contiguous with ",
+                  dim, " dimension(s), found ", t.dim(), t.is_contiguous() ? "" : " and strides");
 }
 
 }  // namespace
@@ -48,10 +47,9 @@ Weights read_weights(const char* op, const Tensor& trellis, const Tensor& suh, c
     const int64_t* f = fields.data() + index * kShardFields;
     const int64_t codebook = f[0], tile_words = f[1], n = f[2], n_begin = f[3], n_out = f[4];
     const bool half_rate = tile_words == 24 || tile_words == 40 || tile_words == 56;
-    const bool legal =
-        codebook >= 0 && codebook <= 2 &&
-        ((tile_words % 16 == 0 && tile_words >= 16 && tile_words <= 128) ||
-         (half_rate && codebook == CodebookMul1::kIndex));
+    const bool legal = codebook >= 0 && codebook <= 2 &&
+                       ((tile_words % 16 == 0 && tile_words >= 16 && tile_words <= 128) ||
+                        (half_rate && codebook == CodebookMul1::kIndex));
     STD_TORCH_CHECK(legal, op, ": shard ", index, " has codebook ", codebook, " with ", tile_words,
                     " words a tile; legal are 16 times 1..8 bits, and 24, 40, 56 with codebook 2");
     STD_TORCH_CHECK(n > 0 && n % 128 == 0 && n < (int64_t{1} << 30), op, ": shard ", index,
@@ -72,8 +70,9 @@ Weights read_weights(const char* op, const Tensor& trellis, const Tensor& suh, c
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(words) % 16 == 0 &&
                       reinterpret_cast<uintptr_t>(weights.suh) % 8 == 0 &&
                       reinterpret_cast<uintptr_t>(scales) % 8 == 0,
-                  op, ": trellis must begin at a multiple of 16 bytes, suh and svh of 8; clone the "
-                      "views that do not");
+                  op,
+                  ": trellis must begin at a multiple of 16 bytes, suh and svh of 8; clone the "
+                  "views that do not");
   return weights;
 }
 

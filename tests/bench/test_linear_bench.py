@@ -46,23 +46,23 @@ def test_what_means_nothing_is_refused(parse, text):
 
 
 def test_every_kernel_runs_in_the_forms_it_has():
-    names = ["dense", "64", "16", "auto"]
+    names = ["dense", "64", "8", "auto"]
     kernels = linear.kernels_to_run(names, ["exact", "fast"])
     assert kernels == [
         Kernel("auto", "exact"),
         Kernel("auto", "fast"),
-        Kernel("16", "exact"),
-        Kernel("16", "fast"),
+        Kernel("8", "exact"),
+        Kernel("8", "fast"),
         Kernel("64", "exact"),
         Kernel("dense", "exact"),
     ]
     assert Kernel("auto", "fast").plan is None
-    assert Kernel("16", "fast").plan == ops.Plan(ops.GEMM, 16, ops.FAST, 0)
+    assert Kernel("8", "fast").plan == ops.Plan(ops.GEMM, 8, ops.FAST, 0)
     assert Kernel("dense", "exact").plan.kernel == ops.DENSE
 
 
 def test_points_that_say_nothing_new_are_left_out():
-    assert Kernel("auto", "fast").applies(16) and not Kernel("auto", "fast").applies(17)
+    assert Kernel("auto", "fast").applies(8) and not Kernel("auto", "fast").applies(9)
     assert not Kernel("8", "exact").applies(2048) and Kernel("128", "exact").applies(2048)
     assert not Kernel("dense", "exact").applies(1) and Kernel("dense", "exact").applies(8192)
     assert all(Kernel("auto", "exact").applies(m) for m in (1, 17, 8192))

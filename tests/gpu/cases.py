@@ -20,7 +20,6 @@ PLANS = {
     "rows8": ops.Plan(ops.GEMM, 8, ops.EXACT, 0),
     "rows8-fast": ops.Plan(ops.GEMM, 8, ops.FAST, 0),
     "rows16": ops.Plan(ops.GEMM, 16, ops.EXACT, 0),
-    "rows16-fast": ops.Plan(ops.GEMM, 16, ops.FAST, 0),
     "rows32": ops.Plan(ops.GEMM, 32, ops.EXACT, 0),
     "rows64": ops.Plan(ops.GEMM, 64, ops.EXACT, 0),
     "rows128": ops.Plan(ops.GEMM, 128, ops.EXACT, 0),

@@ -161,19 +161,19 @@ def test_plan_table_overrides_and_clears(options):
     """`exl3::set_plan_table`: first row that fits wins, `exact` and batch invariance stay."""
     layer = cases.make_layer(14, 512, [("mcg", 64, 512)])
     x = cases.activations(15, 16, 512, torch.bfloat16)
-    forced = {name: layer.run(x, cases.PLANS[name]) for name in ("dense", "rows16", "rows16-fast")}
-    assert not cases.same_bits(forced["rows16"], forced["rows16-fast"])
-    assert not cases.same_bits(forced["rows16"], forced["dense"])
+    forced = {name: layer.run(x, cases.PLANS[name]) for name in ("dense", "rows8", "rows8-fast")}
+    assert not cases.same_bits(forced["rows8"], forced["rows8-fast"])
+    assert not cases.same_bits(forced["rows8"], forced["dense"])
     table = torch.ops.exl3.set_plan_table
     default = layer.run(x)
     try:
         table([512, 512, 8, 0, 15, 0, 8, 0, 0, 0, 0, 0, -1, 16, 1, 0, 0, 0])
         assert cases.same_bits(layer.run(x), forced["dense"])
         assert not cases.same_bits(layer.run(x[:15]), forced["dense"][:15])
-        table([512, 512, 8, 0, 1000, 0, 16, 1, 0])
-        assert cases.same_bits(layer.run(x), forced["rows16-fast"])
+        table([512, 512, 8, 0, 1000, 0, 8, 1, 0])
+        assert cases.same_bits(layer.run(x), forced["rows8-fast"])
         options(exact=True)
-        assert cases.same_bits(layer.run(x), forced["rows16"])
+        assert cases.same_bits(layer.run(x), forced["rows8"])
         options(batch_invariant=True)
         invariant = layer.run(x)
         table([0, 0, 0, -1, 1000, 1, 0, 0, 0])

@@ -54,7 +54,7 @@ def test_every_answer_is_legal(device):
                 continue
             assert plan.rows in TILES, case
             assert plan.form in (ops.EXACT, ops.FAST), case
-            assert plan.form == ops.EXACT or plan.rows <= 16, case
+            assert plan.form == ops.EXACT or plan.rows == 8, case
             # Blocks wait for one another, so all of them must fit on the device at once.
             assert 1 <= plan.blocks <= 2 * device.multiprocessors, case
             assert plan.blocks <= k // 16 * (n // 128), case
@@ -122,7 +122,7 @@ def test_wrong_lists_are_explained():
         torch.ops.exl3.workspace_bytes(1, 128, 128, 1, [0, 8, 0])
 
 
-@pytest.mark.parametrize("rows,form", [*((rows, ops.EXACT) for rows in TILES), (8, 1), (16, 1)])
+@pytest.mark.parametrize("rows,form", [*((rows, ops.EXACT) for rows in TILES), (8, 1)])
 def test_workspace_grows_with_the_problem(rows, form):
     sizes = {
         "m": (1, 2, 7, 8, 9, 16, 33, 64, 100, 129, 300, 512, 513, 1000, 100_000),
@@ -131,7 +131,7 @@ def test_workspace_grows_with_the_problem(rows, form):
         "shards": (1, 2, 3, 4),
         "blocks": (1, 2, 40, 132, 264),
     }
-    middle = {"m": 16, "k": 4096, "n": 2048, "shards": 2, "blocks": 132}
+    middle = {"m": 16, "k": 1024, "n": 2048, "shards": 2, "blocks": 132}
 
     def workspace(m, k, n, shards, blocks):
         return ops.workspace_bytes(m, k, n, shards, ops.Plan(ops.GEMM, rows, form, blocks))

@@ -227,7 +227,7 @@ def test_a_layers_plan_is_that_of_all_its_columns_and_its_first_rate():
 
 def test_plans_in_words():
     assert describe_plan(ops.Plan(ops.DENSE, 0, 0, 0)) == "dense"
-    assert describe_plan(ops.Plan(ops.GEMM, 16, ops.FAST, 264)) == "gemm, 16 rows, fast, 264 blocks"
+    assert describe_plan(ops.Plan(ops.GEMM, 8, ops.FAST, 264)) == "gemm, 8 rows, fast, 264 blocks"
     assert describe_plan(ops.Plan(ops.GEMM, 64, ops.EXACT, 0)) == "gemm, 64 rows, exact"
 
 

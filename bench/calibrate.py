@@ -41,9 +41,9 @@ HYSTERESIS = 1.02
 FAST_PENALTY = 1.05
 DENSE_FROM_ROWS = 48
 BLOCKS_PER_SM = (1, 2, 3)
-SMALL_TILE_ROWS = 32
+SMALL_TILE_ROWS = 16
 """Up to this tile two thread blocks fit an SM, which is where the search for blocks begins."""
-UNIT_INPUTS = 32
+UNIT_INPUTS = 16
 """Inputs of one unit of work, whose other side is a strip of 128 columns."""
 SCREEN_REPLAYS = 3
 FINAL_REPLAYS = 11

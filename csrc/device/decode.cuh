@@ -8,7 +8,8 @@
 // What decides here is not the number of instructions but the pipe they take. On Hopper logic,
 // shifts and PRMT share one half-rate pipe, IMAD and dp4a the other, so a shift may be cheaper as a
 // multiplication by a power of two; the compiler would turn that back into a shift, which is why
-// the powers come from memory (`DecodeConstants`). docs/kernels.md has the counts and the rates.
+// the powers come from memory (`DecodeConstants`). docs/kernels-cuda.md has the counts and the
+// rates.
 #pragma once
 
 #include <cuda_fp16.h>

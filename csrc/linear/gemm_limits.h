@@ -16,9 +16,9 @@ inline constexpr int kFastRows = 8;
 // Thread blocks of a multiprocessor that the registers allow.
 constexpr int gemm_blocks_of_sm(int rows) { return rows <= 16 ? 2 : 1; }
 
-// The same where shared memory decides as well: below 160 KB there is room for one.
+// The same where shared memory decides as well: below 200 KB there is room for one.
 constexpr int gemm_blocks_of_sm(int rows, int64_t shared_bytes) {
-  return shared_bytes < 160 * 1024 ? 1 : gemm_blocks_of_sm(rows);
+  return shared_bytes < 200 * 1024 ? 1 : gemm_blocks_of_sm(rows);
 }
 
 }  // namespace exl3

@@ -62,13 +62,21 @@ def read_usage(path: Path, cuobjdump: Path) -> list[Usage]:
     return found
 
 
+PARKED_BYTES = 64
+"""Stack of a product's kernel that may hold what only the code around its main loop needs; that the
+loop itself keeps off the stack is a test's business (tests/build)."""
+
+
 def problems(usages: list[Usage], most_registers: int = 255) -> list[str]:
     """What is wrong: spills, too many registers, more shared memory than the device has."""
     wrong = []
     for usage in usages:
         name = f"sm_{usage.architecture} {usage.kernel}"
-        if usage.stack_bytes:
-            wrong.append(f"{name}: {usage.stack_bytes} bytes of stack a thread, expected none")
+        allowed = PARKED_BYTES if "gemm_kernel" in usage.kernel else 0
+        if usage.stack_bytes > allowed:
+            wrong.append(
+                f"{name}: {usage.stack_bytes} bytes of stack a thread, at most {allowed} allowed"
+            )
         if usage.registers > most_registers:
             wrong.append(f"{name}: {usage.registers} registers, at most {most_registers} allowed")
         limit = SHARED_LIMITS.get(usage.architecture, 48) * 1024

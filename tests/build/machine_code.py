@@ -60,3 +60,26 @@ def total(counts: Counter, opcodes: Sequence[str]) -> int:
 def without_memory(counts: Counter) -> Counter:
     """The counts without loads and stores."""
     return Counter({code: n for code, n in counts.items() if code not in MEMORY})
+
+
+def main_loops(code: Path) -> dict[str, list[str]]:
+    """Instructions of the main loop of each kernel that waits for its own copies.
+
+    The loop begins where it waits for a stage (DEPBAR) and ends with its last matrix product; the
+    object is straight-line code in between, but for the branches of the loop itself.
+    """
+    dump = subprocess.run(
+        [cuda_tools.find_tool("cuobjdump"), "--dump-sass", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    loops = {}
+    for part in dump.split("Function : ")[1:]:
+        name, *lines = part.splitlines()
+        lines = [line.strip() for line in lines if re.match(r"\s+/\*[0-9a-f]{4,5}\*/", line)]
+        waits = [i for i, line in enumerate(lines) if "DEPBAR.LE" in line]
+        products = [i for i, line in enumerate(lines) if "HMMA" in line]
+        if waits and products and waits[0] < products[-1]:
+            loops[name.strip()] = lines[waits[0] : products[-1] + 1]
+    return loops

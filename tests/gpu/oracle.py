@@ -5,7 +5,7 @@ with `exl3_plugin.format` or the kernels; `test_oracle.py` holds it against the 
 
 Two bounds, with u = 2^-24 and v = 2^-11 (half a unit of fp16, relative), t = x * suh, xh = H t:
 
-* `worst`: every rounding of full size and one sign, as docs/kernels.md states it. Transform: seven
+* `worst`: every rounding of full size and one sign (docs/kernels-cuda.md). Transform: seven
   butterfly levels and a scale in fp32, one rounding to fp16. Product: K/16 steps and a few joins of
   an accumulator that may truncate, c = 4. Output: seven levels, svh, bias. Fast forms add v times
   sum |xh| |A|. It is what a user is promised, and hundreds of times larger than real errors, so a

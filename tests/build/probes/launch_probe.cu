@@ -68,11 +68,10 @@ int main(int count, char** arguments) {
         launch.rows = rows;
         launch.form = form;
         launch.family = family;
-        launch.shared_limit = std::strtoull(arguments[2], nullptr, 10);
         // Blocks of a multiprocessor that the plan for so many rows counts on; 0 when the plan is
         // another one and this kernel is there for calibration only.
         const DeviceFacts device{std::atoi(arguments[1]), kMultiprocessors,
-                                 static_cast<int64_t>(launch.shared_limit)};
+                                 std::strtoll(arguments[2], nullptr, 10)};
         const Plan plan = make_plan(device, {rows, 4096, 1 << 20, EXL3_HALF_BITS, int(family)},
                                     {.exact = form == Form::kExact});
         const bool chosen =

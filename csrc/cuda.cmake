@@ -82,6 +82,11 @@ foreach(entry IN LISTS EXL3_CUDA_ARCHITECTURES)
     message(FATAL_ERROR "EXL3_CUDA_ARCHITECTURES has ${entry}; entries look like 90 or 120+PTX")
   endif()
   set(arch ${CMAKE_MATCH_1})
+  # The host asks for dependent launch by the card; code compiled for older ones would not wait.
+  if(CMAKE_MATCH_2 AND arch LESS 90)
+    message(FATAL_ERROR "EXL3_CUDA_ARCHITECTURES has ${entry}; portable code begins with 90+PTX, "
+                        "because cards from 9.0 on start a kernel before the one it depends on ends")
+  endif()
   list(APPEND cubins ${arch})
   if(CMAKE_MATCH_2)
     list(APPEND ptx ${arch})

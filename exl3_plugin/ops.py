@@ -414,7 +414,10 @@ def linear(
     """
     _require(x)
     flat, shards = pack_shards([(trellis, codebook, 0, svh.shape[0])], strips=x.is_cuda)
-    return torch.ops.exl3.linear(x, flat, suh.reshape(1, -1), svh, bias, shards, 0)
+    # The copy also stands between the kernel that has just written `flat` and the product, which may
+    # fetch weights before the kernel right before it is through.
+    suh = suh.reshape(1, -1).clone() if x.is_cuda else suh.reshape(1, -1)
+    return torch.ops.exl3.linear(x, flat, suh, svh, bias, shards, 0)
 
 
 def reconstruct(trellis: torch.Tensor, codebook: str) -> torch.Tensor:

@@ -61,7 +61,9 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
 // Programmatic dependent launch. `release_dependents` lets the next kernel of the stream start its
 // prologue; `await_predecessors` returns when all earlier kernels are done and their writes are
 // visible. Every kernel here calls the second before it touches anything another kernel writes, so
-// completion is transitive along the stream. Both do nothing for a launch without the attribute.
+// completion is transitive along the stream. Weights are the one exception, they are fetched
+// before: the kernel that writes them must not be the very one before a product's transform. Both
+// do nothing for a launch without the attribute.
 __device__ __forceinline__ void release_dependents() {
 #if EXL3_HAS_DEPENDENT_LAUNCH
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

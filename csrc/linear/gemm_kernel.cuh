@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
         const int blocks = p.k / 128;
         const float* block_sums = shard.block_sums + (first_row + C::kWarps * i) * blocks;
         float total = 0.0f;
-        for (int b = lane; b < blocks; b += 32) total += block_sums[b];
+        for (int b = lane; b < blocks; b += 32) total += __ldcg(block_sums + b);
 #pragma unroll
         for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, d);
         offset = total * (CodebookMul1::kOffset * CodebookMul1::kUnit) * kRootOf128;

@@ -53,7 +53,7 @@ Activations read_activations(const char* op, const Tensor& x, const Weights& wei
   const bool in_place = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= k_in;
   Tensor rows = in_place ? x : torch::stable::contiguous(x);
   const int64_t stride = in_place ? x.stride(0) : k_in;
-  if (x.dim() != 2 && m > 0 && k_in > 0) rows = torch::stable::view(rows, {m, k_in});
+  if (x.dim() != 2 && m > 0) rows = torch::stable::view(rows, {m, k_in});
   return {rows, m, k_in, stride, k_begin, dtype};
 }
 
@@ -212,6 +212,20 @@ void run_dense(const Weights& weights, const Activations& x, const Bias& bias, T
   }
 }
 
+// A plan from its four numbers: kernel, rows, form, blocks. One that no kernel can carry out is an
+// error here, before anything divides by its rows.
+Plan read_plan(const char* op, const int64_t* fields) {
+  const int64_t kernel = fields[0], rows = fields[1], form = fields[2], blocks = fields[3];
+  const bool legal_rows = rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
+  const bool gemm = kernel == 0 && legal_rows && (form == 0 || (form == 1 && rows == kFastRows)) &&
+                    blocks >= 0 && blocks < (1 << 20);
+  STD_TORCH_CHECK(gemm || kernel == 1, op, ": plan (", kernel, ", ", rows, ", ", form, ", ", blocks,
+                  ") is none: kernel 0 with rows 8, 16, 32, 64, 128 (form 1 with 8 alone) and "
+                  "blocks from 0, or kernel 1");
+  if (kernel == 1) return {Kernel::kDense, 0, 0, 0};
+  return {Kernel::kGemm, static_cast<int>(rows), static_cast<int>(form), static_cast<int>(blocks)};
+}
+
 Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor& suh,
            const Tensor& svh, const std::optional<Tensor>& bias, const std::vector<int64_t>& shards,
            int64_t k_begin, const std::vector<int64_t>* forced) {
@@ -237,18 +251,8 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
   } else {
     STD_TORCH_CHECK(forced->size() == 4, op, ": plan holds ", forced->size(),
                     " numbers, expected kernel, rows, form, blocks");
-    plan = {static_cast<Kernel>((*forced)[0]), static_cast<int>((*forced)[1]),
-            static_cast<int>((*forced)[2]), static_cast<int>((*forced)[3])};
+    plan = read_plan(op, forced->data());
     if (plan.blocks == 0) plan.blocks = default_blocks(facts, problem, plan.rows);
-    const bool legal_rows =
-        plan.rows == 8 || plan.rows == 16 || plan.rows == 32 || plan.rows == 64 || plan.rows == 128;
-    STD_TORCH_CHECK(plan.kernel == Kernel::kDense ||
-                        (plan.kernel == Kernel::kGemm && legal_rows && plan.blocks > 0 &&
-                         (plan.form == 0 || (plan.form == 1 && plan.rows == kFastRows))),
-                    op, ": plan (", (*forced)[0], ", ", (*forced)[1], ", ", (*forced)[2], ", ",
-                    (*forced)[3],
-                    ") is none: kernel 0 with rows 8, 16, 32, 64, 128 (form 1 with 8 "
-                    "alone), or kernel 1");
   }
 
   const cudaStream_t stream = current_stream(device);
@@ -300,6 +304,9 @@ Tensor reconstruct(const Tensor trellis, int64_t codebook) {
   STD_TORCH_CHECK(
       trellis.scalar_type() == ScalarType::Short && trellis.dim() == 3 && trellis.is_contiguous(),
       "exl3::reconstruct: trellis must be contiguous int16 [k/16, n/16, words]");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(trellis.const_data_ptr()) % 4 == 0,
+                  "exl3::reconstruct: trellis must begin at a multiple of 4 bytes; clone the view "
+                  "that does not");
   const int64_t words = trellis.size(2);
   const Shard shard{static_cast<int>(codebook),
                     static_cast<int>(words / 8),
@@ -356,13 +363,8 @@ void set_plan_table(std::vector<int64_t> table) {
   std::vector<PlanOverride> overrides;
   for (size_t i = 0; i < table.size(); i += kFields) {
     const int64_t* f = table.data() + i;
-    overrides.push_back({f[0],
-                         f[1],
-                         static_cast<int>(f[2]),
-                         static_cast<int>(f[3]),
-                         f[4],
-                         {static_cast<Kernel>(f[5]), static_cast<int>(f[6]), static_cast<int>(f[7]),
-                          static_cast<int>(f[8])}});
+    overrides.push_back({f[0], f[1], static_cast<int>(f[2]), static_cast<int>(f[3]), f[4],
+                         read_plan("exl3::set_plan_table", f + 5)});
   }
   options().overrides = std::move(overrides);
 }

@@ -68,10 +68,10 @@ Weights read_weights(const char* op, const Tensor& trellis, const Tensor& suh, c
   STD_TORCH_CHECK(svh.size(0) == weights.n, op, ": svh holds ", svh.size(0),
                   " columns, the shards have ", weights.n);
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(words) % 16 == 0 &&
-                      reinterpret_cast<uintptr_t>(weights.suh) % 8 == 0 &&
+                      reinterpret_cast<uintptr_t>(weights.suh) % 16 == 0 &&
                       reinterpret_cast<uintptr_t>(scales) % 8 == 0,
                   op,
-                  ": trellis must begin at a multiple of 16 bytes, suh and svh of 8; clone the "
+                  ": trellis and suh must begin at a multiple of 16 bytes, svh of 8; clone the "
                   "views that do not");
   return weights;
 }

@@ -44,6 +44,11 @@ REFUSED = {
     "trellis not flat": ("trellis", lambda t: t.view(2, -1), ["trellis", "dimension"]),
     "trellis not aligned": ("trellis", shifted, ["trellis", "align|multiple of 16|16 bytes"]),
     "trellis short": ("trellis", lambda t: t[:-8], ["trellis", "18424", "18432"]),
+    "suh not aligned": (
+        "suh",
+        lambda t: torch.cat([t.new_zeros(4), t.flatten()])[4:].view_as(t),
+        ["suh", "16 bytes"],
+    ),
     "suh float32": ("suh", lambda t: t.float(), ["suh"]),
     "suh on the CPU": ("suh", lambda t: t.cpu(), ["suh", "CUDA|cuda"]),
     "suh of one shard": ("suh", lambda t: t[:1], ["suh", r"\b1\b", r"\b2\b"]),
@@ -108,9 +113,24 @@ def test_other_ops_refuse():
         torch.ops.exl3.set_option("nonsense", 1)
     with pytest.raises(RuntimeError, match=r"\b3\b.*\b9\b|\b9\b.*\b3\b"):
         torch.ops.exl3.set_plan_table([1, 2, 3])
+    with pytest.raises(RuntimeError, match=r"exl3::set_plan_table.*is none"):
+        torch.ops.exl3.set_plan_table([0, 0, 0, -1, 16, 0, 0, 0, 0])
+    odd = torch.cat([stored.new_zeros(1), stored.flatten()])[1:].view_as(stored)
+    with pytest.raises(RuntimeError, match="4 bytes"):
+        torch.ops.exl3.reconstruct(odd, 1)
     arguments = (layer.flat, layer.suh, layer.svh, layer.fields)
     with pytest.raises(RuntimeError, match="129"):
         torch.ops.exl3.dense_weight(*arguments, 1, 128, True)
+
+
+@pytest.mark.parametrize("name", ["rows8", "dense"])
+def test_no_inputs_give_the_bias(name):
+    """x of width zero, in three dimensions: every sum is empty."""
+    layer = cases.make_layer(4, 128, [("mcg", 64, 128)], bias=torch.float32)
+    x = torch.empty(2, 3, 0, device="cuda", dtype=torch.bfloat16)
+    y = layer.run(x, cases.PLANS[name])
+    assert y.shape == (2, 3, 128)
+    assert torch.equal(y, layer.bias.bfloat16().expand(2, 3, 128))
 
 
 def test_the_device_works_after_refusals():

@@ -414,8 +414,8 @@ def linear(
     """
     _require(x)
     flat, shards = pack_shards([(trellis, codebook, 0, svh.shape[0])], strips=x.is_cuda)
-    # The copy stands between the kernel that has just written `flat` and the product, which may fetch
-    # weights before the kernel right before it is through.
+    # The copy stands between the kernel that has just written `flat` and the product, which may
+    # fetch weights before the kernel right before it is through.
     suh = suh.reshape(1, -1).clone() if x.is_cuda else suh.reshape(1, -1)
     return torch.ops.exl3.linear(x, flat, suh, svh, bias, shards, 0)
 

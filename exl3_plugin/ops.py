@@ -179,9 +179,12 @@ def capability_error(capability: int, built: Sequence[int], ptx: Sequence[int] =
     )
 
 
+def _columns(shards):
+    return sum(shards[SHARD_FIELDS - 1 :: SHARD_FIELDS])
+
+
 def _linear_fake(x, trellis, suh, svh, bias, shards, k_begin=0):
-    columns = sum(shards[i] for i in range(SHARD_FIELDS - 1, len(shards), SHARD_FIELDS))
-    return x.new_empty(*x.shape[:-1], columns)
+    return x.new_empty(*x.shape[:-1], _columns(shards))
 
 
 def _linear_with_fake(x, trellis, suh, svh, bias, shards, k_begin, plan):
@@ -189,8 +192,7 @@ def _linear_with_fake(x, trellis, suh, svh, bias, shards, k_begin, plan):
 
 
 def _dense_weight_fake(trellis, suh, svh, shards, k_begin, k_in, bf16):
-    columns = sum(shards[i] for i in range(SHARD_FIELDS - 1, len(shards), SHARD_FIELDS))
-    return suh.new_empty(columns, k_in, dtype=torch.bfloat16 if bf16 else torch.float16)
+    return suh.new_empty(_columns(shards), k_in, dtype=torch.bfloat16 if bf16 else torch.float16)
 
 
 def _reconstruct_fake(trellis, codebook):

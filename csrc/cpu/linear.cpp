@@ -215,11 +215,7 @@ class LinearRun {
 
 }  // namespace
 
-bool rate_supported(int tile_words, int codebook) {
-  if (codebook < 0 || codebook > 2 || tile_words < 0 || tile_words % 8 != 0) return false;
-  const int half_bits = tile_words / 8;
-  return half_bits <= 16 && is_legal_rate(half_bits) && (half_bits % 2 == 0 || codebook == kMul1);
-}
+bool rate_supported(int tile_words, int codebook) { return is_legal_tile(tile_words, codebook); }
 
 void linear(const LinearProblem& problem, const ForRange& for_range) {
   LinearRun(problem, for_range).run();

@@ -32,6 +32,15 @@ constexpr bool is_legal_rate(int half_bits) {
   return whole || half_bits == 3 || half_bits == 5 || half_bits == 7;
 }
 
+// Whether tiles of so many 16-bit words exist with a codebook (its kIndex): half rates only with
+// mul1.
+constexpr bool is_legal_tile(int64_t tile_words, int64_t codebook) {
+  if (codebook < 0 || codebook > CodebookMul1::kIndex) return false;
+  if (tile_words < 0 || tile_words > 128 || tile_words % 8 != 0) return false;
+  const int half_bits = static_cast<int>(tile_words / 8);
+  return is_legal_rate(half_bits) && (half_bits % 2 == 0 || codebook == CodebookMul1::kIndex);
+}
+
 template <int kHalfBits>
 struct Rate {
   static_assert(is_legal_rate(kHalfBits), "bits per weight are 1 to 8, 1.5, 2.5 or 3.5");

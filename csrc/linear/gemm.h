@@ -15,13 +15,6 @@ inline constexpr int kMaxShards = 16;  // of one fused layer
 
 enum class Dtype : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
-// Bytes of the image of one row tile: fp16 activations in the order of B fragments,
-// [k / 16][rows / 8 in pairs][lane][registers].
-constexpr int64_t image_bytes(int64_t k, int rows) { return k * rows * 2; }
-
-// fp32 partial sums that one thread block may publish: [rows][128].
-constexpr int64_t partial_bytes(int rows) { return int64_t{rows} * 128 * 4; }
-
 struct GemmShard {
   const uint8_t* weights;   // strips
   const uint8_t* image;     // of row tile 0

@@ -1,5 +1,5 @@
-// How large thread blocks of the product are and how many a multiprocessor holds. Plain C++, for
-// plan and launch.
+// Sizes of the product that plan and launch must agree on: thread blocks, images, partial sums.
+// Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -20,5 +20,12 @@ constexpr int gemm_blocks_of_sm(int rows) { return rows <= 16 ? 2 : 1; }
 constexpr int gemm_blocks_of_sm(int rows, int64_t shared_bytes) {
   return shared_bytes < 200 * 1024 ? 1 : gemm_blocks_of_sm(rows);
 }
+
+// Bytes of the image of one row tile: fp16 activations in the order of B fragments,
+// [k / 16][rows / 8 in pairs][lane][registers].
+constexpr int64_t image_bytes(int64_t k, int rows) { return k * rows * 2; }
+
+// fp32 partial sums that one thread block may publish: [rows][128].
+constexpr int64_t partial_bytes(int rows) { return int64_t{rows} * 128 * 4; }
 
 }  // namespace exl3

@@ -92,10 +92,10 @@ GemmWorkspace gemm_workspace(int64_t m, int64_t k, int64_t n, int64_t shards, co
   const int64_t positions = std::min<int64_t>(plan.blocks, work_units(k, n));
   GemmWorkspace workspace{};
   workspace.image = 0;
-  workspace.block_sums = aligned(shards * row_tiles * plan.rows * k * 2);
+  workspace.block_sums = aligned(shards * row_tiles * image_bytes(k, plan.rows));
   const int64_t sums = plan.form == 0 ? 0 : shards * row_tiles * plan.rows * (k / 128) * 4;
   workspace.partials = workspace.block_sums + aligned(sums);
-  workspace.flags = workspace.partials + aligned(row_tiles * positions * plan.rows * 128 * 4);
+  workspace.flags = workspace.partials + aligned(row_tiles * positions * partial_bytes(plan.rows));
   // Shards of different rates are launches of their own, and each has its own flags.
   workspace.total = workspace.flags + aligned(shards * row_tiles * positions * 4);
   return workspace;

@@ -13,6 +13,7 @@
 #include <array>
 #include <string>
 
+#include "format/windows.cuh"
 #include "linear/had_in.h"
 #include "linear/rates.h"
 #include "linear/rebuild.h"
@@ -317,12 +318,8 @@ Tensor reconstruct(const Tensor trellis, int64_t codebook) {
                     nullptr,
                     nullptr,
                     nullptr};
-  const bool half_rate = words == 24 || words == 40 || words == 56;
-  STD_TORCH_CHECK(codebook >= 0 && codebook <= 2 &&
-                      ((words % 16 == 0 && words >= 16 && words <= 128) ||
-                       (half_rate && codebook == CodebookMul1::kIndex)),
-                  "exl3::reconstruct: codebook ", codebook, " has no rate with ", words,
-                  " words a tile");
+  STD_TORCH_CHECK(is_legal_tile(words, codebook), "exl3::reconstruct: codebook ", codebook,
+                  " has no rate with ", words, " words a tile");
   const int device = trellis.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   device_facts(device);

@@ -5,6 +5,8 @@
 #include <array>
 #include <mutex>
 
+#include "format/windows.cuh"
+
 namespace exl3::ops {
 
 using torch::headeronly::ScalarType;
@@ -46,11 +48,8 @@ Weights read_weights(const char* op, const Tensor& trellis, const Tensor& suh, c
   for (int64_t index = 0; index < count; ++index) {
     const int64_t* f = fields.data() + index * kShardFields;
     const int64_t codebook = f[0], tile_words = f[1], n = f[2], n_begin = f[3], n_out = f[4];
-    const bool half_rate = tile_words == 24 || tile_words == 40 || tile_words == 56;
-    const bool legal = codebook >= 0 && codebook <= 2 &&
-                       ((tile_words % 16 == 0 && tile_words >= 16 && tile_words <= 128) ||
-                        (half_rate && codebook == CodebookMul1::kIndex));
-    STD_TORCH_CHECK(legal, op, ": shard ", index, " has codebook ", codebook, " with ", tile_words,
+    STD_TORCH_CHECK(is_legal_tile(tile_words, codebook), op, ": shard ", index, " has codebook ",
+                    codebook, " with ", tile_words,
                     " words a tile; legal are 16 times 1..8 bits, and 24, 40, 56 with codebook 2");
     STD_TORCH_CHECK(n > 0 && n % 128 == 0 && n < (int64_t{1} << 30), op, ": shard ", index,
                     " stores ", n, " columns, expected a positive multiple of 128");

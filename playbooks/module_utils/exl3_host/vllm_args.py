@@ -39,7 +39,9 @@ def collect(parser: argparse.ArgumentParser, version: str) -> dict:
             continue
         for name in longs:
             if not name.startswith("no-") or name.removeprefix("no-") not in longs:
-                out[name] = {**_describe(action), "negative": f"no-{name}" in longs}
+                # 0.33 names the inverse of --enable-x --disable-x and still takes --no-enable-x.
+                is_pair = isinstance(action, argparse.BooleanOptionalAction)
+                out[name] = {**_describe(action), "negative": is_pair}
     return {"schema": SCHEMA, "vllm": version, "arguments": dict(sorted(out.items()))}
 
 

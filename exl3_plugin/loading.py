@@ -8,6 +8,7 @@ another order, into which each matrix is brought in place once it is loaded.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -285,8 +286,11 @@ def finish(layer: torch.nn.Module, prefix: str) -> None:
     would keep the words of a reload alive beside those that graphs use.
     """
     held: Held = layer.exl3
-    if held.missing and not _dummy_weights():
-        raise LoadError(f"{prefix} was not filled; not loaded: {', '.join(sorted(held.missing))}")
+    if held.missing:
+        if not _dummy_weights():
+            missing = ", ".join(sorted(held.missing))
+            raise LoadError(f"{prefix} was not filled; not loaded: {missing}")
+        invent(layer, prefix)
     keep = {"trellis", "suh", "svh", "weight", "bias"}
     for name in [name for name, _ in layer.named_parameters(recurse=False) if name not in keep]:
         delattr(layer, name)
@@ -295,6 +299,26 @@ def finish(layer: torch.nn.Module, prefix: str) -> None:
         del layer.weight
         layer.register_parameter("plain_weight", weight)
     layer.__dict__["qweight"] = layer.trellis.new_empty(0)
+
+
+def invent(layer: torch.nn.Module, prefix: str) -> None:
+    """Random weights for a layer that none were loaded into, the same ones for the same `prefix`.
+
+    Any words are a valid trellis, and they decode to values of size 1. Input scales of 1 / sqrt(k)
+    make outputs as large as inputs, so that a model of any depth stays finite; padding stays zero.
+    """
+    held: Held = layer.exl3
+    generator = torch.Generator(layer.trellis.device).manual_seed(zlib.crc32(prefix.encode()))
+    layer.trellis.data.view(torch.uint8).random_(0, 256, generator=generator)
+    layer.suh.data.fill_(held.layout.members[0].k ** -0.5)
+    layer.svh.data.fill_(1)
+    at = 0
+    for segment in held.layout.quantised:
+        columns = segment.columns
+        beyond = columns.stop - max(held.layout.members[segment.member].n, columns.first)
+        at += columns.loaded
+        if beyond > 0:
+            layer.svh.data[at - beyond : at].zero_()
 
 
 def matrices(layer: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 
 from . import facts as host_facts
+from . import peers_cli, show
 from . import plan as planner
-from . import show
 from .errors import HostError, Problem, RecipeError, count
 from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
 from .redact import redact
@@ -230,6 +230,29 @@ def fit_command(
         verdict = {"recipe": loaded.recipe.name, "profile": plan["profile"], **plan["fit"]}
         code = EXIT_GOOD if verdict["ok"] else EXIT_REFUSED
         return code, verdict, lambda out: show.show_fit(verdict, out)
+
+    _run(as_json, work)
+
+
+@app.command("peers")
+def peers_command(
+    ranks: peers_cli.RanksOption = None,
+    report: peers_cli.ReportOption = None,
+    again: peers_cli.AgainFlag = False,
+    want: peers_cli.WantedOption = "verify",
+    backend: peers_cli.BackendOption = None,
+    store: StoreOption = None,
+    venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with torch; default: .venv.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Do the GPUs reach each other's memory? Measured once, kept, and what is set because of it."""
+
+    def work() -> tuple[int, dict, Callable[[Console], None]]:
+        return peers_cli.work(
+            ranks, report, again, want, backend, _store(store), _venv(venv), checkout()
+        )
 
     _run(as_json, work)
 

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from typing import Annotated
 
 import numpy as np
 import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from exl3_plugin.format import BLOCK, MARKERS, TILE, words_from_bits
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from . import cli_host, peers_cli, show
 from . import facts as host_facts
-from . import peers_cli, show
 from . import plan as planner
 from .errors import HostError, Problem, RecipeError, count
 from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
@@ -354,6 +354,9 @@ def _run(as_json: bool, work: Callable[[], tuple[int, dict, Callable[[Console], 
     else:
         present(show.stdout())
     raise typer.Exit(code)
+
+
+cli_host.register(app, _run, _store, checkout)
 
 
 def main() -> None:

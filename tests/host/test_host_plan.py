@@ -89,6 +89,7 @@ def test_the_hash_is_the_one_the_docstring_describes(default: LoadedRecipe, fact
         "release": "r1",
         "model": {k: v for k, v in made["model"].items() if k != "prepare"},
         "venv": made["venv"],
+        "container": None,
         "serve": made["serve"],
         "pin": {k: made["pin"][k] for k in ("mode", "numactl", "threads")},
     }

@@ -53,6 +53,8 @@ def make_plan(tmp_path, port):
         plan = {
             "schema": "exl3-plan/1",
             "instance": "small",
+            "recipe": {"name": "small"},
+            "container": None,
             "model": {
                 "source": {"kind": "path", "path": str(model)},
                 "quantize": None,

@@ -33,9 +33,11 @@ def test_exception_whose_message_comes_on_the_next_line():
     assert hints.match(CONFIG_LOG.splitlines())[0].id == "plugin-missing"
 
 
-def test_usage_message_without_exception_is_a_reason():
+def test_usage_message_without_exception_is_a_reason(tmp_path):
     lines = ["usage: vllm serve [model_tag]", "vllm: error: unrecognized arguments: --wings 2"]
-    failure = wait.NotReady("port", "the server ended with exit status 2", "x.log", lines)
+    (tmp_path / "x.log").write_text("\n".join(lines))
+    log = wait.FileLog(str(tmp_path / "x.log"))
+    failure = wait.NotReady("port", "the server ended with exit status 2", log)
     assert "unrecognized arguments: --wings 2" in str(failure)
     assert "does not have an option" in str(failure) and failure.tail == lines
 

@@ -4,7 +4,8 @@
 on this host's disk. The playbooks apply what the plan says and decide nothing themselves. The
 shape, `exl3-plan/1`:
 
-    schema, instance, runtime ("native"), profile, release (what the caller says is installed)
+    schema, instance, runtime ("native" | "docker"), profile, release (what the caller says is
+    installed)
     recipe      {name, path, sha256}
     model       {source, quantize, dir, served_name, prepare}
                 source: {kind: "package", name, version, sha256, file}
@@ -14,9 +15,12 @@ shape, `exl3-plan/1`:
                 the tail of `python -m exl3_plugin.quantize SOURCE DIR`
                 prepare: what has to be done before a start: "none", "download" or "quantize"
     venv        {dir, vllm}
+    container   null | {image: {name, digest, platform}, user, network, shm_gib, cpuset_cpus,
+                cpuset_mems, gpus, profile}; see `container_plan`
     serve       {argv, env, host, port, url, api_key_file}
     pin         {mode, cpus, mems, threads, nodes, numactl, reason}
-                argv to start: pin.numactl + serve.argv
+                argv to start: pin.numactl + serve.argv; with docker, serve.argv is what the
+                image's entry point gets
     fit         {ok, needed_gib, available_gib, lines, reasons, would_fit}
     health      {ready_timeout_s, stall_timeout_s, smoke}
                 smoke: {endpoint, prompt, max_tokens, temperature, expect, stream}
@@ -40,7 +44,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import arguments, fit, pinning, sources
+from . import arguments, container_plan, fit, pinning, sources
 from .errors import HostError, nearest
 from .recipe import LoadedRecipe
 from .schema import CpuProfile, GpuProfile
@@ -59,6 +63,9 @@ class Instance:
 
     freed_gib: memory that comes back because a running server of this name is replaced.
     release: any text that names the installed software; a change of it changes the hash.
+    runtime: what this instance asks for; default_runtime where neither it nor the recipe does.
+    image: NAME@sha256:... instead of the recipe's image.
+    calibration_file: the measured profile of this host's device, where there is one.
     """
 
     name: str
@@ -71,6 +78,12 @@ class Instance:
     max_model_len: int | None = None
     kv_cache_gib: int | None = None
     pinning_mode: str | None = None
+    runtime: str | None = None
+    default_runtime: str = "native"
+    image: str | None = None
+    container_user: str = container_plan.DEFAULT_USER
+    container_network: str = "host"
+    calibration_file: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     release: str | None = None
@@ -87,6 +100,9 @@ class Instance:
         for what, place in (("store", self.store), ("venv", self.venv)):
             if not place.startswith("/"):
                 raise HostError(f"The {what} '{place}' is a relative path.", "Give it from / on.")
+        for runtime in (self.runtime, self.default_runtime):
+            if runtime not in (None, "native", "docker"):
+                raise HostError(f"Runtime '{runtime}' is not known.", "Use native or docker.")
         if self.pinning_mode not in (None, "auto", "none", "container", "per_rank"):
             raise HostError(
                 f"Pinning '{self.pinning_mode}' is not known.", "Use auto, none or container."
@@ -109,6 +125,12 @@ def make_plan(
     recipe = loaded.recipe
     log = _Decisions()
     profile_id, profile = choose_profile(loaded, facts, instance.profile, log)
+    runtime = log.choose(
+        "runtime",
+        (instance.runtime, "the instance asks for it"),
+        (recipe.runtime, "the recipe asks for it"),
+        (instance.default_runtime, "exl3_runtime of the inventory"),
+    )
     source = sources.model_source(loaded)
     quantize = sources.quantization(loaded, calibration_sha256)
     folder = sources.model_dir(loaded, instance.store, calibration_sha256)
@@ -134,21 +156,25 @@ def make_plan(
     tp = profile.parallel.tp
     rank_gib = kv_cache_gib + fit.RANK_GIB + (size.weights_bytes or 0) / GIB / tp
     pin = pinning.decide(
-        facts,
+        container_plan.pinning_facts(facts) if runtime == "docker" else facts,
         tp,
         mode=instance.pinning_mode or profile.pinning.mode,
         smt=profile.pinning.smt,
         reserve=profile.pinning.reserve_cores_per_node,
         rank_gib=rank_gib,
     )
-    log.add("pinning", " ".join(pin.numactl) or "no numactl", pin.reason)
+    container = None
+    if runtime == "docker":
+        container = container_plan.section(loaded, facts, instance, profile, pin, log.add)
+    else:
+        log.add("pinning", " ".join(pin.numactl) or "no numactl", pin.reason)
     log.add("threads", pin.omp_bind, pin.threads_reason)
 
     args = arguments.merge_args(recipe.serve.args, profile.args, instance.args)
     arguments.choose_dtype(args, facts, log.add)
     arguments.choose_eager(args, log.add)
     settings: dict[str, Any] = {
-        "host": instance.host,
+        "host": container_plan.listen_address(container, instance.host),
         "port": instance.port,
         "served-model-name": served_name,
         "max-model-len": max_model_len,
@@ -157,7 +183,10 @@ def make_plan(
     if recipe.model.trust_remote_code:
         settings["trust-remote-code"] = True
         log.add("trust_remote_code", True, "the recipe asks for it; code of the model is run")
-    argv = [f"{instance.venv}/bin/vllm", "serve", folder]
+    program, model_argument = f"{instance.venv}/bin/vllm", folder
+    if container is not None:
+        program, model_argument = "vllm", container_plan.model_inside(folder)
+    argv = [program, "serve", model_argument]
     argv += arguments.argument_list(settings)
     # Sorted, so that moving a line in a recipe restarts nothing.
     argv += arguments.argument_list(dict(sorted(args.items())))
@@ -166,11 +195,14 @@ def make_plan(
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": f"{instance.store}/jit/vllm",
+        **({"VLLM_CACHE_ROOT": f"{instance.store}/jit/vllm"} if container is None else {}),
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": pin.omp_bind,
+        **(container_plan.CACHE_ENV if container is not None else {}),
         **arguments.merge_env(recipe.serve.env, profile.env, instance.env),
     }
+    if container is None and instance.calibration_file:
+        env["EXL3_PROFILE"] = instance.calibration_file
     verdict = fit.check(
         fit.FitRequest(
             tp=tp,
@@ -194,8 +226,9 @@ def make_plan(
             "sha256": loaded.sha256,
         },
         "profile": profile_id,
-        "runtime": "native",
-        "release": instance.release,
+        "runtime": runtime,
+        # A container brings its own software: its image is the release.
+        "release": instance.release if container is None else None,
         "model": {
             "source": source,
             "quantize": quantize,
@@ -204,6 +237,7 @@ def make_plan(
             "prepare": sources.preparation(source, quantize),
         },
         "venv": {"dir": instance.venv, "vllm": VLLM_CPU},
+        "container": container,
         "serve": {
             "argv": argv,
             "env": dict(sorted(env.items())),
@@ -218,7 +252,7 @@ def make_plan(
             "mems": pin.mems,
             "threads": list(pin.threads),
             "nodes": sorted(set(pin.nodes)),
-            "numactl": list(pin.numactl),
+            "numactl": list(pin.numactl) if container is None else [],
             "reason": pin.reason,
         },
         "fit": verdict,
@@ -275,7 +309,8 @@ def config_hash(plan: dict) -> str:
         "runtime": plan["runtime"],
         "release": plan["release"],
         "model": {k: plan["model"][k] for k in ("source", "quantize", "dir", "served_name")},
-        "venv": plan["venv"],
+        "venv": plan["venv"] if plan["container"] is None else None,
+        "container": plan["container"],
         "serve": plan["serve"],
         "pin": {k: plan["pin"][k] for k in ("mode", "numactl", "threads")},
     }

@@ -24,6 +24,7 @@ from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 
 from exl3_plugin import env
 from exl3_plugin.loading import Held, LoadError
+from exl3_plugin.moe import HeldExperts
 from exl3_plugin.shards import OTHER_MODELS
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.exl3")
 
 SHOWN = 20
+
+HELD = (Held, HeldExperts)
+"""What an EXL3 layer keeps as its `exl3`."""
 
 
 class LoadWatch(TorchDispatchMode):
@@ -143,6 +147,11 @@ def skip_rules(model: torch.nn.Module, config: Exl3Config) -> list[tuple[str, Ca
         and sum(_address(parameter) == _address(other) for other in model.parameters()) > 1
     }
 
+    elsewhere = frozenset().union(
+        *(m.exl3.elsewhere for m in model.modules()
+          if isinstance(getattr(m, "exl3", None), HeldExperts))
+    )  # fmt: skip
+
     def mapped(name: str) -> str | None:
         return mapper.map_name(name) if mapper is not None else name
 
@@ -160,6 +169,10 @@ def skip_rules(model: torch.nn.Module, config: Exl3Config) -> list[tuple[str, Ca
             lambda name: bool(
                 re.search(r"rotary\w*\.(inv_freq|cos_cached|sin_cached)$", name)
             ),
+        ),
+        (
+            "routed experts of other ranks",
+            lambda name: name.rpartition(".")[0] in elsewhere,
         ),
         ("multi-token prediction layers, which only a draft builds", draft_layer),
         ("towers and drafts that this model class does not build", of_another_model),
@@ -231,7 +244,7 @@ def _unfilled(model: torch.nn.Module, watch: LoadWatch, draft: bool) -> Iterator
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         held = getattr(module, "exl3", None)
-        if isinstance(held, Held):
+        if isinstance(held, HELD):
             yield from sorted(held.missing)
         if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             continue  # scales with defaults, which few checkpoints carry
@@ -240,7 +253,7 @@ def _unfilled(model: torch.nn.Module, watch: LoadWatch, draft: bool) -> Iterator
             if not address or address in seen or not watch.owned(parameter):
                 continue
             seen.add(address)
-            if isinstance(held, Held) and name != "bias":
+            if isinstance(held, HELD) and name != "bias":
                 continue
             if draft and re.search(r"(^|\.)(embed_tokens|lm_head)$", prefix):
                 continue
@@ -331,7 +344,7 @@ def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: 
             raise
         logger.warning("EXL3_LOAD_AUDIT=warn, serving all the same: %s", error)
         skipped = {}
-    layers = [m.exl3 for m in model.modules() if isinstance(getattr(m, "exl3", None), Held)]
+    layers = [m.exl3 for m in model.modules() if isinstance(getattr(m, "exl3", None), HELD)]
     bits = Counter(
         module.bits for held in layers for module in held.modules if module.kind == "exl3"
     )
@@ -339,7 +352,7 @@ def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: 
     nbytes = sum(
         parameter.numel() * parameter.element_size()
         for module in model.modules()
-        if isinstance(getattr(module, "exl3", None), Held)
+        if isinstance(getattr(module, "exl3", None), HELD)
         for parameter in module.parameters(recurse=False)
     )
     logger.info(

@@ -59,6 +59,9 @@ class Activation(NamedTuple):
         return [index, self.alpha, self.beta, self.limit]
 
 
+SILU = Activation()
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """Where the matrices of all experts lie.
@@ -124,7 +127,7 @@ class Experts:
         weights: torch.Tensor,
         ids: torch.Tensor,
         expert_map: torch.Tensor | None = None,
-        activation: Activation = Activation(),
+        activation: Activation = SILU,
         weight_on_input: bool = False,
     ) -> torch.Tensor:
         """Send each row to its experts and add what comes back.

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import torch
 
-from exl3_plugin.experts import Activation, Stored
+from exl3_plugin.experts import SILU, Activation, Stored
 from tests.gpu.oracle import HALF, SIGMAS, U, codebook_values, hadamard, place, spread, states, step
 
 SLOPE = 1.13
@@ -141,7 +141,7 @@ class Layer:
         self.k = experts[0][0].suh.shape[0]
 
     def expect(
-        self, x, weights, ids, expert_map=None, activation=Activation(), weight_on_input=False,
+        self, x, weights, ids, expert_map=None, activation=SILU, weight_on_input=False,
         cuda=False, fast=False,
     ) -> Expectation:  # fmt: skip
         """What `Experts.run` must return for the same arguments."""

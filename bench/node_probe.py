@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""How near is each GPU to the memory of the node that this process is bound to?
+"""How near is each GPU to the memory of one NUMA node?
 
-    numactl --cpunodebind=1 --membind=1 python bench/node_probe.py [--seconds 0.5]
+    python bench/node_probe.py --node 1 [--seconds 0.5]
 
-prints one JSON line, {"gpus": [{"uuid", "latency_ns", "alone_gbs", "loaded_gbs", ...}]}:
+binds itself to the CPUs and the memory of that node and prints one JSON line,
+{"gpus": [{"uuid", "latency_ns", "alone_gbs", "loaded_gbs", ...}]}:
 
     latency_ns   one dependent 4-byte load by the GPU from 4 MiB of host memory, a random cycle
     alone_gbs    copies to and from the host, one GPU and one direction at a time, their mean
@@ -19,11 +20,15 @@ would not show in numa_maps.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
+import os
+import platform
 import re
 import sys
 import time
+from pathlib import Path
 from statistics import median
 
 CHAIN_BYTES = 4 << 20
@@ -34,6 +39,9 @@ COPIES = 10
 ROUND_COPIES = 4
 SMALL_COPIES = 2000
 
+MPOL_BIND = 2
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+
 CHASE = r"""
 extern "C" __global__ void chase(const unsigned* next, unsigned* end, int steps) {
     unsigned at = *end;
@@ -41,6 +49,27 @@ extern "C" __global__ void chase(const unsigned* next, unsigned* end, int steps)
     *end = at;
 }
 """
+
+
+def bind(node: int) -> None:
+    """Run on the node's CPUs and take memory from it alone, as numactl would do.
+
+    Containers often forbid the memory policy; then first touch places the pages, and the counts in
+    `pages` say whether it did.
+    """
+    text = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    os.sched_setaffinity(0, cpus & os.sched_getaffinity(0))
+    number = SET_MEMPOLICY.get(platform.machine())
+    mask = (ctypes.c_ulong * 16)()
+    mask[node // 64] = 1 << (node % 64)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if number is None or libc.syscall(number, MPOL_BIND, mask, 1024) != 0:
+        error = os.strerror(ctypes.get_errno())
+        print(f"no memory policy ({error}): pages go where they are touched", file=sys.stderr)
 
 
 def buffer(size: int) -> mmap.mmap:
@@ -55,15 +84,17 @@ def pages_at(address: int) -> dict[str, int]:
     """Bytes per node of the mapping that holds `address`, from /proc/self/numa_maps.
 
     A mapping may have grown together with its neighbour: then the neighbour, made by us under the
-    same policy, is counted too.
+    same policy, is counted too. Empty where the kernel does not tell.
     """
     best = ""
-    with open("/proc/self/numa_maps", encoding="ascii", errors="replace") as text:
-        for line in text:
-            if int(line.split(" ", 1)[0], 16) <= address:
-                best = line
-            else:
-                break
+    try:
+        lines = Path("/proc/self/numa_maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        if int(line.split(" ", 1)[0], 16) > address:
+            break
+        best = line
     size = re.search(r"kernelpagesize_kB=(\d+)", best)
     page = int(size.group(1)) * 1024 if size else 4096
     return {node: int(count) * page for node, count in re.findall(r"\bN(\d+)=(\d+)", best)}
@@ -191,8 +222,13 @@ def _chase_kernel():
     import torch
 
     try:
-        return torch.cuda._compile_kernel(CHASE, "chase")
-    except (AttributeError, RuntimeError, OSError) as error:
+        kernel = torch.cuda._compile_kernel(CHASE, "chase")
+        chain = torch.zeros(1, dtype=torch.int32).pin_memory()
+        end = torch.zeros(1, dtype=torch.int32, device="cuda")
+        kernel(grid=(1, 1, 1), block=(1, 1, 1), args=[chain, end, 1])
+        torch.cuda.synchronize()
+        return kernel
+    except (AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         print(f"latency by small copies: {error}", file=sys.stderr)
         return None
 
@@ -238,9 +274,12 @@ def measure(gpus: list[Gpu], seconds: float) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--node", type=int, help="bind to this node first")
     parser.add_argument("--serve", action="store_true", help="one repeat per line of stdin")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of the loaded copies")
     given = parser.parse_args()
+    if given.node is not None:
+        bind(given.node)
     import torch
 
     if not torch.cuda.is_available():

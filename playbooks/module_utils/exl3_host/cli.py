@@ -20,11 +20,11 @@ from . import cli_host, peers_cli, show
 from . import facts as host_facts
 from . import plan as planner
 from .errors import HostError, Problem, RecipeError, count
+from .outcome import EXIT_GOOD, EXIT_REFUSED, checkout
+from .outcome import run as _run
+from .outcome import store_dir as _store
 from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
-from .redact import redact
 from .schema import json_schema
-
-EXIT_GOOD, EXIT_REFUSED = 0, 1
 
 app = typer.Typer(
     name="exl3ctl",
@@ -54,14 +54,6 @@ MapOption = Annotated[
 FreedOption = Annotated[
     float, typer.Option(min=0, help="GiB that the running instance returns when replaced.")
 ]
-
-
-def checkout() -> Path | None:
-    """The checkout that this package was started from, or None when it is installed."""
-    for folder in (Path(__file__).resolve().parents[3], Path.cwd()):
-        if (folder / "recipes").is_dir() and (folder / "playbooks").is_dir():
-            return folder
-    return None
 
 
 def recipe_folders() -> list[Path]:
@@ -306,13 +298,6 @@ def _json_map(text: str | None, option: str) -> dict:
     return value
 
 
-def _store(given: Path | None) -> Path:
-    if given is not None:
-        return given.expanduser().absolute()
-    root = checkout()
-    return root / ".exl3" if root is not None else Path.home() / ".local/share/exl3"
-
-
 def _venv(given: Path | None) -> Path:
     if given is not None:
         return given.expanduser().absolute()
@@ -338,25 +323,7 @@ def _facts(file: Path | None, store: str) -> dict:
     return found
 
 
-def _run(as_json: bool, work: Callable[[], tuple[int, dict, Callable[[Console], None]]]) -> None:
-    """Do the work, print its result one way or the other, and leave with its exit code."""
-    try:
-        code, result, present = work()
-    except HostError as error:
-        if as_json:
-            print(json.dumps(redact(error.as_dict()), indent=2))
-        else:
-            show.refusal(error)
-        raise typer.Exit(EXIT_REFUSED) from None
-    if as_json:
-        # Not redacted: a plan is applied as it stands, and no secret can get into one.
-        print(json.dumps(result, indent=2))
-    else:
-        present(show.stdout())
-    raise typer.Exit(code)
-
-
-cli_host.register(app, _run, _store, checkout)
+cli_host.register(app)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import capture, checks, commands, draw, measure, proof, topology
+from . import capture, checks, commands, draw, measure, outcome, proof, topology
 from . import facts as host_facts
 from .errors import HostError
 
@@ -27,16 +27,10 @@ SaveOption = Annotated[
     Path | None, typer.Option("--save", help="Write a capture of this host, ids removed.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Work = Callable[[], tuple[int, dict, Callable[[Console], None]]]
 
 
-def register(
-    app: typer.Typer,
-    run: Callable[[bool, Work], None],
-    store_of: Callable[[Path | None], Path],
-    checkout: Callable[[], Path | None],
-) -> None:
-    """Add the commands to exl3ctl; `run` does the work and prints it, as for every command."""
+def register(app: typer.Typer) -> None:
+    """Add the commands to exl3ctl."""
 
     @app.command("topology")
     def topology_command(
@@ -56,14 +50,14 @@ def register(
         def work() -> tuple[int, dict, Callable[[Console], None]]:
             manual = _map(gpu_numa)
             found = _look(capture_file, save)
-            known, raw = _measured(found, measured, store_of(store), checkout(), seconds)
+            known, raw = _measured(found, measured, outcome.store_dir(store), seconds)
             answer = topology.describe(found, manual, known, runtime=runtime)
             if raw is not None:
                 answer["measured"] = known
                 answer["samples"] = raw
             return 0, answer, lambda out: draw.show_topology(answer, out)
 
-        run(as_json, work)
+        outcome.run(as_json, work)
 
     @app.command("preflight")
     def preflight_command(
@@ -77,7 +71,7 @@ def register(
 
         def work() -> tuple[int, dict, Callable[[Console], None]]:
             found = host_facts.collect()
-            place = store_of(store)
+            place = outcome.store_dir(store)
             findings = checks.run(
                 found, commands.run_here, store=place, runtime=runtime, driver_min=driver_min
             )
@@ -85,7 +79,7 @@ def register(
             bad = not answer["ok"] or (strict and bool(answer["warnings"]))
             return int(bad), answer, lambda out: draw.show_findings(answer, out)
 
-        run(as_json, work)
+        outcome.run(as_json, work)
 
     @app.command("prove-pin")
     def prove_pin_command(
@@ -99,7 +93,7 @@ def register(
             answer = proof.prove(_pin(plan), pid)
             return int(not answer["ok"]), answer, lambda out: draw.show_proof(answer, out)
 
-        run(as_json, work)
+        outcome.run(as_json, work)
 
 
 def _look(file: Path | None, save: Path | None) -> dict:
@@ -119,12 +113,13 @@ def _look(file: Path | None, save: Path | None) -> dict:
 
 
 def _measured(
-    found: dict, wanted: bool, store: Path, checkout: Path | None, seconds: float
+    found: dict, wanted: bool, store: Path, seconds: float
 ) -> tuple[dict | None, dict | None]:
     """What an earlier measurement of this host told, or a new one: decisions and raw samples."""
     kept = store / "topology" / "gpu-nodes.json"
     if not wanted:
         return measure.load(kept, found), None
+    checkout = outcome.checkout()
     probe = None if checkout is None else checkout / "bench/node_probe.py"
     if probe is None or not probe.exists():
         raise HostError("bench/node_probe.py is not here.", "Measure from a checkout.")
@@ -168,3 +163,14 @@ def _json(file: Path) -> dict:
     if not isinstance(body, dict):
         raise HostError(f"{file} holds no JSON object.")
     return body
+
+
+def main() -> None:
+    """These commands alone, for a host that has typer and rich and not the planner's packages."""
+    app = typer.Typer(add_completion=False, no_args_is_help=True)
+    register(app)
+    app(prog_name="python -m exl3_host.cli_host")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import select
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -48,24 +47,18 @@ def run(
     {"samples": {uuid: {node: [sample]}}, "dropped": [text]}. A sample is {"latency_ns",
     "alone_gbs", "loaded_gbs"} of one repeat. One bound process per node stays up; repeats go round
     the nodes in a shuffled order, so that clocks and neighbours disturb all nodes alike.
-    Raises HostError without numactl, with busy GPUs, or where a probe fails.
+    Raises HostError where a probe fails or hangs.
     """
-    numactl = facts["tools"].get("numactl") or shutil.which("numactl")
     nodes, dropped = candidates(facts)
-    if numactl is None:
-        raise HostError("Measuring needs numactl.", "Install the package numactl.")
-    if len(nodes) < 2:
-        raise HostError(
-            f"There is nothing to measure: {len(nodes)} node has CPUs and free memory.",
-            "; ".join(dropped),
-        )
+    if not nodes:
+        raise HostError("No node has CPUs and 2 GiB of free memory.", "; ".join(dropped))
     probes: dict[int, subprocess.Popen] = {}
     samples: dict[str, dict[int, list]] = {g["uuid"]: {n: [] for n in nodes} for g in facts["gpus"]}
     order = random.Random(seed)
     try:
         for node in nodes:
-            command = [str(numactl), f"--cpunodebind={node}", f"--membind={node}", python]
-            command += [str(probe), "--serve", "--seconds", str(seconds)]
+            command = [python, str(probe), "--serve", "--node", str(node)]
+            command += ["--seconds", str(seconds)]
             probes[node] = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -268,12 +261,14 @@ def _answer(process: subprocess.Popen, node: int, timeout_s: float) -> dict:
 
 def _keep(told: dict, node: int, samples: dict, dropped: list[str]) -> None:
     for entry in told["gpus"]:
+        if entry["uuid"] not in samples:
+            continue
         pages = {int(n): size for n, size in entry["pages"].items()}
         local = pages.get(node, 0) / max(1, sum(pages.values()))
-        if local < LOCAL_PAGES:
-            text = f"node {node}: {local:.0%} of the probe's pages lie there; binding was blocked"
+        if local < LOCAL_PAGES and len(samples[entry["uuid"]]) > 1:
+            found = f"{local:.0%} of the probe's pages lie there" if pages else "pages are not told"
+            text = f"node {node}: {found}; binding was blocked"
             if text not in dropped:
                 dropped.append(text)
             continue
-        if entry["uuid"] in samples:
-            samples[entry["uuid"]][node].append({k: entry[k] for k in WEIGHTS})
+        samples[entry["uuid"]][node].append({k: entry[k] for k in WEIGHTS})

@@ -64,6 +64,7 @@ def section(
         "cpuset_cpus": cpuset,
         "cpuset_mems": mems,
         "gpus": list(getattr(pin, "gpus", ())),
+        "rdma": isinstance(profile, GpuProfile) and profile.comm.fabric == "roce",
         "profile": instance.calibration_file,
     }
 

@@ -98,10 +98,6 @@ def body(plan: dict, folders: Folders, grace_s: int) -> dict:
             f"seccomp={_canonical(seccomp.profile(box['image']['platform']))}",
         ],
         "PidsLimit": PIDS_LIMIT,
-        "Ulimits": [
-            {"Name": "memlock", "Soft": -1, "Hard": -1},
-            {"Name": "nofile", "Soft": 65536, "Hard": 65536},
-        ],
         # The unit or the supervisor counts restarts; the engine would forget them.
         "RestartPolicy": {"Name": "no"},
         "LogConfig": {
@@ -115,6 +111,9 @@ def body(plan: dict, folders: Folders, grace_s: int) -> dict:
         exposed = {"ExposedPorts": {port: {}}}
         address = {"HostIp": serve["host"], "HostPort": str(serve["port"])}
         host["PortBindings"] = {port: [address]}
+    if box.get("rdma"):
+        # Verbs pin memory, and count it; CUDA's own pinned memory is not counted.
+        host["Ulimits"] = [{"Name": "memlock", "Soft": -1, "Hard": -1}]
     if box.get("cpuset_cpus"):
         host["CpusetCpus"] = box["cpuset_cpus"]
     if box.get("cpuset_mems"):

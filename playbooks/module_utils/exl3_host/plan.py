@@ -16,7 +16,7 @@ shape, `exl3-plan/1`:
                 prepare: what has to be done before a start: "none", "download" or "quantize"
     venv        {dir, vllm}
     container   null | {image: {name, digest, platform}, user, network, shm_gib, cpuset_cpus,
-                cpuset_mems, gpus, profile}; see `container_plan`
+                cpuset_mems, gpus, rdma, profile}; see `container_plan`
     serve       {argv, env, host, port, url, api_key_file}
     pin         {mode, cpus, mems, threads, nodes, numactl, reason}
                 argv to start: pin.numactl + serve.argv; with docker, serve.argv is what the

@@ -37,7 +37,7 @@ def wanted(mode: str, spec: dict, plan: dict, paths: Paths) -> tuple[bool, str]:
         return False, "it is not known whether both find room"
     beside = available - procs.resident_bytes(own_pids(paths)) / GIB
     room = needed <= beside
-    return room, f"{needed:.1f} GiB needed, {beside:.1f} GiB available beside the old one"
+    return room, f"{needed:.2f} GiB needed, {beside:.2f} GiB available beside the old one"
 
 
 def rehearse(spec: dict, tell: Callable[[str], None]) -> wait.Progress:

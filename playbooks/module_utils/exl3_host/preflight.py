@@ -18,6 +18,9 @@ GIB = 1 << 30
 VENV_GIB = 5.0
 DEFAULT_PORT = 8000
 OPTIONS = ("profile", "port", "host", "api_key_file", "max_model_len", "kv_cache_gib", "pinning")
+OPTIONS += ("runtime", "image", "default_runtime", "container_user", "container_network")
+OPTIONS += ("calibration_file",)
+MAPS = {"args": "--serve-args", "env": "--serve-env"}
 
 
 def completed(instance: dict) -> dict:
@@ -121,18 +124,27 @@ def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dic
     return answer
 
 
-def plan_arguments(instance: dict, bind_address: str, store: Path, venv: Path) -> list[str]:
-    """The `exl3ctl plan` arguments of one instance of the inventory."""
+def plan_arguments(
+    instance: dict, bind_address: str, store: Path, venv: Path, defaults: dict | None = None
+) -> list[str]:
+    """The `exl3ctl plan` arguments of one instance of the inventory.
+
+    `defaults` are settings of the inventory that an instance may override.
+    """
     freed_gib = procs.resident_bytes(own_pids(Paths(store, instance["name"]))) / GIB
     stamp = read_json(venv / ".exl3-stamp.json") or {}
     arguments = ["plan", instance["recipe"], "--name", instance["name"]]
     arguments += ["--store", str(store), "--venv", str(venv), "--freed-gib", f"{freed_gib:.3f}"]
     if stamp.get("id"):
         arguments += ["--release", stamp["id"][:12]]
-    values = {"host": bind_address, **{k: v for k, v in instance.items() if v is not None}}
+    values = {"host": bind_address, **(defaults or {}), **instance}
+    values = {name: value for name, value in values.items() if value not in (None, "")}
     for option in OPTIONS:
         if option in values:
             arguments += [f"--{option.replace('_', '-')}", str(values[option])]
+    for name, option in MAPS.items():
+        if values.get(name):
+            arguments += [option, json.dumps(values[name], sort_keys=True)]
     return arguments
 
 

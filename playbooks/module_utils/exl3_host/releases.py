@@ -81,9 +81,7 @@ def choose(paths: Paths, wanted: str, current: dict | None) -> dict:
             or (re.fullmatch(r"[0-9a-f]{4,64}", wanted) and one["id"].startswith(wanted[:8]))
         ]
     if not found:
-        there = (
-            ", ".join(f"{one['number']} ({one['id']}, {one['time']})" for one in known)
-        )
+        there = ", ".join(f"{one['number']} ({one['id']}, {one['time']})" for one in known)
         raise HostError(
             f"instance {paths.instance!r} has no release '{wanted}' to go back to.",
             f"Releases here: {there or 'none'}. exl3_keep_releases says how many are kept.",

@@ -68,7 +68,9 @@ def collect(root: Path, ask: Ask) -> dict:
                     "rdma": _rdma_of(root, here[0]["device"], one["local"]) if here else None,
                 }
             )
-    return {"schema": SCHEMA, "interfaces": sorted(interfaces, key=lambda i: i["name"])}
+    # By PCI address first, so that of two twins every host names the same one first.
+    interfaces.sort(key=lambda one: (one["pci"] or "~", one["name"]))
+    return {"schema": SCHEMA, "interfaces": interfaces}
 
 
 def choose(hosts: dict[str, dict], kind: str = "auto", mtu: int | None = None) -> dict[str, dict]:

@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from . import nccl
@@ -19,6 +20,9 @@ from .errors import HostError
 
 MEET_PORT = 29600
 """The head's guard listens here; vLLM's own rendezvous takes the next one."""
+
+
+DRAIN, GRACE_S = "--shutdown-timeout", 45
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,36 @@ def agreement(plan: dict) -> dict[str, str]:
     }
 
 
+def folder_digest(folder: Path) -> str:
+    """What a model folder holds, in short: config.json, and name, size and header of every shard.
+
+    The headers name each tensor, its type and place, so another quantisation of the same model
+    differs; the words themselves are the store's business, which verifies them.
+    """
+    seen = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        try:
+            with open(path, "rb") as file:
+                start = file.read(8)
+                length = int.from_bytes(start, "little")
+                shard = path.suffix == ".safetensors"
+                body = file.read(min(length, 1 << 27)) if shard else file.read()
+                size = file.seek(0, 2)
+        except OSError as error:
+            raise HostError(
+                f"{path} cannot be read: {error.strerror}.",
+                "Deploy without --tags, so that the store is filled on every host.",
+            ) from None
+        seen.update(f"{path.name} {size}\n".encode() + start + body)
+    return seen.hexdigest()[:16]
+
+
 def _guarded(plan: dict, seat: Seat, argv: list[str], parts: dict[str, str]) -> list[str]:
     serve = plan["serve"]
     guard = [f"{plan['venv']['dir']}/bin/python", "-m", "exl3_host.rank_guard"]
     guard += ["--rank", str(seat.rank), "--hosts", str(seat.hosts)]
     guard += ["--meet", f"{seat.head}:{seat.meet_port}"]
-    guard += ["--parts", json.dumps(parts, sort_keys=True)]
+    guard += ["--parts", json.dumps(parts, sort_keys=True), "--grace-s", str(_grace_s(argv))]
     if seat.rank:
         guard += ["--listen", f"127.0.0.1:{serve['port']}"]
         guard += ["--served-name", plan["model"]["served_name"]]
@@ -135,6 +163,11 @@ def _world(argv: list[str]) -> int:
         return int(argv[argv.index(flag) + 1]) if flag in argv else 1
 
     return value("--tensor-parallel-size") * value("--pipeline-parallel-size")
+
+
+def _grace_s(argv: list[str]) -> int:
+    """Longer than the drain that the server was told to allow, shorter than the supervisor's."""
+    return int(float(argv[argv.index(DRAIN) + 1])) + 5 if DRAIN in argv else GRACE_S
 
 
 def _note(seat: Seat, here: int) -> dict:

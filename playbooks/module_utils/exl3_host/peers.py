@@ -259,8 +259,10 @@ def keep(store: Path, report: dict) -> Path:
 Runner = Callable[[list[str]], dict]
 
 
-def run_program(python: Path, checkout: Path) -> Runner:
+def run_program(python: Path, checkout: Path, env: dict[str, str] | None = None) -> Runner:
     """A function that runs `bench/peer_access.py` with these arguments and returns its JSON.
+
+    `env` is added to the environment: over several hosts that of this host's link.
 
     Raises HostError where the program is not there, ends badly or takes longer than any deadline
     of its own explains.
@@ -273,7 +275,12 @@ def run_program(python: Path, checkout: Path) -> Runner:
         command = [str(python), str(program), *arguments]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False
+                command,
+                env={**os.environ, **(env or {})},
+                capture_output=True,
+                text=True,
+                timeout=TEST_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise HostError(

@@ -294,8 +294,8 @@ class Guard:
     def _act(self, peer: Peer, message: dict) -> None:
         kind = message.get("kind")
         if kind == "stop":
-            code = 0 if message.get("code") == 0 and self.options.rank else 1
-            raise Stop(f"{peer} stops: {message.get('why')}", code)
+            # 1 even when that was asked for there: here it was not, so this host may come back.
+            raise Stop(f"{peer} stops: {message.get('why')}")
         if kind == "start" and self.child is None:
             self._start_child()
         elif kind == "started":

@@ -186,6 +186,10 @@ def skip_rules(model: torch.nn.Module, config: Exl3Config) -> list[tuple[str, Ca
             lambda name: bool(unused and unused(name)),
         ),
         ("tied to the embedding", lambda name: mapped(name) in tied),
+        (
+            f"a head, for which {type(model).__name__} takes its embedding",
+            lambda name: unbuilt_head(model, name),
+        ),
     ]  # fmt: skip
 
 
@@ -299,7 +303,7 @@ def install_audit() -> None:
         watch = LoadWatch(model)
         inner = model.load_weights
         model.load_weights = lambda weights, *a, **k: inner(
-            watch.stream(without_padding(weights, config)), *a, **k
+            watch.stream(as_taken(model, weights, config)), *a, **k
         )
         try:
             with watch:
@@ -320,19 +324,30 @@ def install_audit() -> None:
     DefaultModelLoader.load_weights = load_weights
 
 
-def without_padding(
-    weights: Iterable[tuple[str, torch.Tensor]], config: Exl3Config
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut biases that were stored as wide as the padded layer to the model's own width.
+def unbuilt_head(model: torch.nn.Module, name: str) -> bool:
+    """Whether a stored tensor belongs to a head that the model class never builds.
 
-    Biases belong to vLLM's layers, whose loaders take none that is too long.
+    Such a class (Gemma 2) multiplies with its embedding, which EXL3 checkpoints keep unquantised.
+    """
+    built = (module.rpartition(".")[2] for module, _ in model.named_modules())
+    return name.split(".")[-2:-1] == ["lm_head"] and "lm_head" not in built
+
+
+def as_taken(
+    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], config: Exl3Config
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stored tensors as the model's loaders take them.
+
+    A head that the model does not have is left out. Biases that were stored as wide as the padded
+    layer are cut: they belong to vLLM's layers, whose loaders take none that is too long.
     """
     for name, tensor in weights:
         parent, _, suffix = name.rpartition(".")
         module = config.checkpoint.modules.get(parent)
         if suffix == "bias" and module is not None and module.kind == "exl3" and module.n_true:
             tensor = tensor[: module.n_true]
-        yield name, tensor
+        if not unbuilt_head(model, name):
+            yield name, tensor
 
 
 def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: bool) -> None:

@@ -141,12 +141,15 @@ class Exl3Config(QuantizationConfig):
     def members(self, prefix: str) -> list[tuple[str, Module | None]]:
         """The stored modules that make up the layer `prefix`, in output order, None where absent.
 
-        A layer stored under its own name is one member even if it could also be assembled.
+        A layer stored under its own name is one member even if it could also be assembled; one that
+        its model class takes for stored fused is assembled where the checkpoint holds the parts.
         """
         own = self.find(prefix)
         parent, dot, leaf = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(leaf) or FUSED.get(leaf)
-        if own is not None or not parts or parts == [leaf]:
+        parts = self.packed_modules_mapping.get(leaf)
+        if not parts or parts == [leaf]:
+            parts = FUSED.get(leaf)
+        if own is not None or not parts:
             return [(prefix, own)]
         return [(f"{parent}{dot}{part}", self.find(f"{parent}{dot}{part}")) for part in parts]
 

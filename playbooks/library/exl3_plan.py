@@ -19,6 +19,8 @@ options:
   checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
   store: {type: path, required: true, description: "The store."}
   venv: {type: path, required: true, description: "The venv."}
+  defaults: {type: dict, default: {},
+    description: "Settings of the inventory that an instance may override."}
 """
 
 EXAMPLES = """
@@ -51,6 +53,7 @@ def main() -> None:
             "checkout": {"type": "path", "required": True},
             "store": {"type": "path", "required": True},
             "venv": {"type": "path", "required": True},
+            "defaults": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
@@ -66,7 +69,9 @@ def main() -> None:
         module.fail_json(msg=f"{venv} cannot plan: deploy the venv first (--tags venv).")
     try:
         instance = preflight.completed(given["instance"])
-        arguments = preflight.plan_arguments(instance, given["bind_address"], store, venv)
+        arguments = preflight.plan_arguments(
+            instance, given["bind_address"], store, venv, given["defaults"]
+        )
         plan = preflight.run_planner(command, checkout, arguments)
     except HostError as error:
         module.fail_json(msg=str(error))

@@ -161,6 +161,10 @@ def find_image(engine: Engine, name: str, digest: str) -> dict | None:
         found = engine.image(reference)
         if found is not None:
             return found
+    # A mirror has another name in front, and the digest is what counts.
+    for image in engine.call("GET", "/images/json"):
+        if any(one.endswith(f"@{digest}") for one in image.get("RepoDigests") or []):
+            return engine.image(image["Id"])
     return None
 
 
@@ -180,6 +184,25 @@ def require_image(engine: Engine, image: dict) -> dict:
             "Give the digest for this platform in image.digests of the recipe.",
         )
     return found
+
+
+def fetch(engine: Engine, image: dict, registry: str, offline: bool) -> None:
+    """Pull an image by digest, from a mirror where one is named. Raises HostError."""
+    reference = f"{registry.rstrip('/')}/{image['name']}" if registry else image["name"]
+    reference = f"{reference}@{image['digest']}"
+    if offline:
+        raise HostError(
+            f"offline, and image {image['name']}@{image['digest']} is not on this host.",
+            "Bring it with the bundle, or `docker load` it, and deploy again.",
+        )
+    try:
+        engine.pull(reference)
+    except EngineError as error:
+        raise HostError(
+            f"image {reference} could not be pulled: {error.message}.",
+            "Check network, registry login and digest; a mirror is set with exl3_image_registry.",
+        ) from None
+    require_image(engine, image)
 
 
 def check(engine: Engine, spec: dict, container: dict) -> None:

@@ -19,6 +19,8 @@ options:
   checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
   store: {type: path, required: true, description: "The store."}
   venv: {type: path, required: true, description: "The venv."}
+  others: {type: list, elements: str, default: [],
+    description: "Names of all instances of the host, whose GPUs are taken."}
   defaults: {type: dict, default: {},
     description: "Settings of the inventory that an instance may override."}
 """
@@ -53,6 +55,7 @@ def main() -> None:
             "checkout": {"type": "path", "required": True},
             "store": {"type": "path", "required": True},
             "venv": {"type": "path", "required": True},
+            "others": {"type": "list", "elements": "str", "default": []},
             "defaults": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
@@ -70,7 +73,7 @@ def main() -> None:
     try:
         instance = preflight.completed(given["instance"])
         arguments = preflight.plan_arguments(
-            instance, given["bind_address"], store, venv, given["defaults"]
+            instance, given["bind_address"], store, venv, given["defaults"], given["others"]
         )
         plan = preflight.run_planner(command, checkout, arguments)
     except HostError as error:

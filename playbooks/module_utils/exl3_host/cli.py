@@ -90,6 +90,14 @@ def plan_command(
     calibration_file: Annotated[
         Path | None, typer.Option(help="Measured profile of this host's device.")
     ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts that serve together.")] = 1,
+    gpus: Annotated[str | None, typer.Option(help="UUIDs of the GPUs, with commas.")] = None,
+    taken_gpus: Annotated[
+        str | None, typer.Option(help="UUIDs that other instances have, with commas.")
+    ] = None,
+    gpu_nodes: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Memory node by UUID or PCI address.")
+    ] = None,
     serve_args: MapOption = None,
     serve_env: MapOption = None,
     release: Annotated[str | None, typer.Option(help="Names the installed software.")] = None,
@@ -119,6 +127,10 @@ def plan_command(
             container_user=container_user,
             container_network=container_network,
             calibration_file=None if calibration_file is None else str(calibration_file),
+            nodes=nodes,
+            gpus=_words(gpus),
+            taken_gpus=_words(taken_gpus),
+            gpu_nodes=_json_map(gpu_nodes, "--gpu-nodes"),
             args=_json_map(serve_args, "--serve-args"),
             env=_json_map(serve_env, "--serve-env"),
             release=release,
@@ -191,6 +203,10 @@ def _environment() -> dict[str, str]:
         old = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in paths]
         env["PYTHONPATH"] = os.pathsep.join(paths + old)
     return env
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word for word in (text or "").split(",") if word)
 
 
 def _json_map(text: str | None, option: str) -> dict:

@@ -9,11 +9,10 @@ from . import cpus as cpu_lists
 from .arguments import Note
 from .containers import CACHE_ENV, DEFAULT_USER, model_inside
 from .errors import HostError
-from .pinning import Pin
 from .schema import CpuProfile, GpuProfile
 
 if TYPE_CHECKING:
-    from .plan import Instance
+    from .instance import Instance
     from .recipe import LoadedRecipe
 
 __all__ = [
@@ -47,23 +46,23 @@ def section(
     facts: dict,
     instance: Instance,
     profile: CpuProfile | GpuProfile,
-    pin: Pin,
+    pin: dict,
     note: Note,
 ) -> dict:
     """`container` of a plan; every choice goes to `note` with its reason. Raises HostError."""
     image = _image(loaded, facts, instance)
     note("image", f"{image['name']}@{image['digest'][:19]}", _image_reason(instance, image))
-    shm_gib = _shm(profile, facts, note)
+    shm = _checked_shm(profile, facts, note)
     cpuset, mems = _cpuset(facts, pin)
-    note("pinning", f"cpuset {cpuset or 'none'}, memory {mems or 'not bound'}", pin.reason)
+    note("pinning", f"cpuset {cpuset or 'none'}, memory {mems or 'not bound'}", pin["reason"])
     return {
         "image": image,
         "user": instance.container_user,
         "network": instance.container_network,
-        "shm_gib": shm_gib,
+        "shm_gib": shm,
         "cpuset_cpus": cpuset,
         "cpuset_mems": mems,
-        "gpus": list(getattr(pin, "gpus", ())),
+        "gpus": list(pin.get("gpus", ())),
         "rdma": isinstance(profile, GpuProfile) and profile.comm.fabric == "roce",
         "profile": instance.calibration_file,
     }
@@ -102,24 +101,30 @@ def _image_reason(instance: Instance, image: dict) -> str:
     return f"{source}, for {image['platform']}"
 
 
-def _shm(profile: CpuProfile | GpuProfile, facts: dict, note: Note) -> int:
-    tp = profile.parallel.tp
+def shm_gib(profile: CpuProfile | GpuProfile) -> int:
+    """Size of /dev/shm: the profile's, else by the number of ranks."""
     asked = profile.comm.shm_gib if isinstance(profile, GpuProfile) else None
-    chosen = asked or (SHM_ONE_RANK_GIB if tp == 1 else SHM_PER_RANK_GIB * tp)
-    why = "the recipe's" if asked else f"for {tp} rank{'s' if tp > 1 else ''}"
-    total_gib = facts["memory"]["total_bytes"] / GIB
-    if chosen > total_gib / 2:
+    tp = profile.parallel.tp
+    return asked or (SHM_ONE_RANK_GIB if tp == 1 else SHM_PER_RANK_GIB * tp)
+
+
+def _checked_shm(profile: CpuProfile | GpuProfile, facts: dict, note: Note) -> int:
+    chosen, tp = shm_gib(profile), profile.parallel.tp
+    asked = isinstance(profile, GpuProfile) and profile.comm.shm_gib
+    total_gib = (facts["memory"]["total_bytes"] or 0) / GIB
+    if total_gib and chosen > total_gib / 2:
         raise HostError(
             f"shm_gib {chosen} is more than half of this host's {total_gib:.1f} GiB of memory.",
             "Lower comm.shm_gib in the recipe.",
         )
-    note("shm_gib", chosen, why)
+    note("shm_gib", chosen, "the profile's" if asked else f"for {tp} rank{'s' * (tp > 1)}")
     return chosen
 
 
-def _cpuset(facts: dict, pin: Pin) -> tuple[str | None, str | None]:
+def _cpuset(facts: dict, pin: dict) -> tuple[str | None, str | None]:
     """What the engine is told; a node list that leaves no node out binds nothing."""
-    if pin.mode != "container":
+    if pin["mode"] == "none":
         return None, None
     every = cpu_lists.format_list(cpu_lists.cpu_nodes(facts))
-    return pin.cpus, None if pin.mems in (None, every) else pin.mems
+    mems = pin["mems"]
+    return pin["cpus"], None if mems == every and "gpus" not in pin else mems

@@ -20,7 +20,8 @@ DEFAULT_PORT = 8000
 OPTIONS = ("profile", "port", "host", "api_key_file", "max_model_len", "kv_cache_gib", "pinning")
 OPTIONS += ("runtime", "image", "default_runtime", "container_user", "container_network")
 OPTIONS += ("calibration_file",)
-MAPS = {"args": "--serve-args", "env": "--serve-env"}
+OPTIONS += ("nodes",)
+MAPS = {"args": "--serve-args", "env": "--serve-env", "gpu_nodes": "--gpu-nodes"}
 
 
 def completed(instance: dict) -> dict:
@@ -125,11 +126,17 @@ def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dic
 
 
 def plan_arguments(
-    instance: dict, bind_address: str, store: Path, venv: Path, defaults: dict | None = None
+    instance: dict,
+    bind_address: str,
+    store: Path,
+    venv: Path,
+    defaults: dict | None = None,
+    others: list[str] | None = None,
 ) -> list[str]:
     """The `exl3ctl plan` arguments of one instance of the inventory.
 
-    `defaults` are settings of the inventory that an instance may override.
+    `defaults` are settings of the inventory that an instance may override; `others` names all its
+    instances, whose GPUs are taken.
     """
     freed_gib = procs.resident_bytes(own_pids(Paths(store, instance["name"]))) / GIB
     stamp = read_json(venv / ".exl3-stamp.json") or {}
@@ -142,10 +149,25 @@ def plan_arguments(
     for option in OPTIONS:
         if option in values:
             arguments += [f"--{option.replace('_', '-')}", str(values[option])]
+    if instance.get("gpus"):
+        arguments += ["--gpus", ",".join(instance["gpus"])]
+    taken = taken_gpus(store, instance["name"], others or [])
+    if taken:
+        arguments += ["--taken-gpus", ",".join(taken)]
     for name, option in MAPS.items():
         if values.get(name):
             arguments += [option, json.dumps(values[name], sort_keys=True)]
     return arguments
+
+
+def taken_gpus(store: Path, name: str, others: list[str]) -> list[str]:
+    """GPUs in the plans of the other instances of this host that are there or will be."""
+    found: list[str] = []
+    for path in sorted((store / "plans").glob("*.json")):
+        other = path.stem
+        if other != name and (other in others or (store / "run" / other).is_dir()):
+            found += ((read_json(path) or {}).get("pin") or {}).get("gpus", [])
+    return found
 
 
 def lasting(plan: dict | None) -> dict:

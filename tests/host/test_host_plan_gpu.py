@@ -41,7 +41,8 @@ def report_of(facts: dict, indices: list[int], state: str = "right") -> dict:
         {"index": n, "pci": facts["gpus"][n]["bus_id"], "name": facts["gpus"][n]["name"]}
         for n in indices
     ]
-    row = {"bytes": 4096, "us": 30.0, "detail": "no answer within 30 s", "nccl": "2.28"}
+    sizes = [{"bytes": 1 << 20, "us": 90.0, "bus_gb_s": 11.6}]
+    row = {"sizes": sizes, "detail": "no answer within 30 s"}
     pairs = [(a, b) for a in indices for b in indices if a != b]
     moved = {"state": "moves", "detail": "", "granted": True, "gbps": 50.0}
     return {
@@ -53,8 +54,11 @@ def report_of(facts: dict, indices: list[int], state: str = "right") -> dict:
         "devices": devices,
         "granted": [[True] * len(indices)] * len(indices),
         "copies": [{"from": a, "to": b, **moved} for a, b in pairs],
-        "collectives": [{"peer_access": "off", **row, "state": "right"}, {"peer_access": "on", **row, "state": state}],
-    }  # fmt: skip
+        "collectives": [
+            {"peer_access": "off", **row, "state": "right"},
+            {"peer_access": "on", **row, "state": state},
+        ],
+    }
 
 
 def test_four_of_eight_cards_in_a_container(glm, eight_cards):

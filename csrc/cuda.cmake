@@ -1,4 +1,4 @@
-# The CUDA kernels: target _C_cuda, from csrc/linear and csrc/ops/cuda_*.cpp.
+# The CUDA kernels: target _C_cuda, from csrc/linear, csrc/moe and csrc/ops/cuda_*.cpp.
 #
 # nvcc is called by plain commands. CMake's own CUDA language wants a whole toolkit, and what people
 # have is often only the compiler: NVIDIA's PyPI wheels (requirements/kernels.txt) hold no lib64 and
@@ -78,8 +78,8 @@ if(NOT EXL3_CUDART OR NOT EXL3_CUDA_INCLUDE)
   exl3_without_cuda("${runtime_root} lacks libcudart_static.a or cuda_runtime.h.")
 endif()
 
-file(GLOB cuda_kernels CONFIGURE_DEPENDS csrc/linear/*.cu)
-file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/linear/*.cpp csrc/ops/cuda_*.cpp)
+file(GLOB cuda_kernels CONFIGURE_DEPENDS csrc/linear/*.cu csrc/moe/*.cu)
+file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/linear/*.cpp csrc/moe/*.cpp csrc/ops/cuda_*.cpp)
 if(NOT cuda_kernels)
   exl3_without_cuda("csrc/linear holds no kernels.")
 endif()
@@ -132,7 +132,8 @@ endforeach()
 file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
 
 # A calibration belongs to the kernels it measured, so the library knows their sources.
-file(GLOB hashed CONFIGURE_DEPENDS csrc/format/* csrc/device/* csrc/linear/* csrc/ops/cuda_*)
+file(GLOB hashed CONFIGURE_DEPENDS csrc/format/* csrc/device/* csrc/linear/* csrc/moe/*
+     csrc/ops/cuda_* csrc/ops/moe_problem.h csrc/ops/stream.h)
 set(build_info ${CMAKE_BINARY_DIR}/cuda/exl3_source_hash.h)
 add_custom_command(
   OUTPUT ${build_info}

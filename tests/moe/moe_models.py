@@ -34,9 +34,8 @@ def stacked(dense: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     plain = {name: value for name, value in dense.items() if ".experts." not in name}
     bases = {name.split(".experts.")[0] for name in dense if ".experts." in name}
     for base in bases:
-        numbers = sorted(
-            {int(n.split(".experts.")[1].split(".")[0]) for n in dense if n.startswith(base + ".experts.")}
-        )  # fmt: skip
+        inside = [name.removeprefix(f"{base}.experts.") for name in dense]
+        numbers = sorted({int(n.split(".")[0]) for n in inside if n[0].isdigit()})
 
         def of(number: int, leaf: str, base=base) -> np.ndarray:
             return dense[f"{base}.experts.{number}.{leaf}.weight"]

@@ -161,11 +161,17 @@ def random_model(family: Family, seed: int):
                 parameter *= torch.exp(0.3 * torch.randn(parameter.shape[1]))
             else:
                 parameter += 0.1 * torch.randn(parameter.shape)
+            if family.mtp:
+                # What follows depends mostly on the last token, so that a draft can be right.
+                if "embed_tokens" in name:
+                    parameter *= math.sqrt(HIDDEN)
+                elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                    parameter *= 0.1
     return model
 
 
 def draft_tensors(seed: int) -> dict[str, torch.Tensor]:
-    """`mtp.*` of a draft that is often right: what follows depends mostly on the last token."""
+    """`mtp.*` of a draft that is often right: it passes the last token on to the head."""
     rng = torch.Generator().manual_seed(seed)
 
     def linear(n: int, k: int, size: float = 1.0) -> torch.Tensor:
@@ -208,6 +214,21 @@ def quantise_drafts(folder: Path) -> None:
         tensors |= {f"{module}.{s}": getattr(stored, s) for s in ("trellis", "suh", "svh")}
         tensors[f"{module}.mul1"] = torch.tensor(exl3.MARKERS["mul1"]).to(torch.int32)
     save_file(tensors, file)
+
+
+def with_plain_draft(model: Path, out: Path) -> Path:
+    """A copy of a checkpoint whose draft is dense, with the weights that its words decode to."""
+    tensors = load_file(model / "model.safetensors")
+    for name in [n for n in tensors if n.startswith("mtp.") and n.endswith(".trellis")]:
+        module = name.removesuffix(".trellis")
+        parts = [tensors.pop(f"{module}.{s}").numpy() for s in ("trellis", "suh", "svh")]
+        del tensors[f"{module}.mul1"]
+        dense = np.ascontiguousarray(exl3.dense_weight(*parts, "mul1").T)
+        tensors[f"{module}.weight"] = torch.from_numpy(dense).half()
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text((model / "config.json").read_text())
+    return out
 
 
 def decoded_tensors(source: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:

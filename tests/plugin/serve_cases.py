@@ -1,8 +1,8 @@
 """Run as a program: serves checkpoints through vLLM one after the other, in one process.
 
 Starting Python, torch and vLLM takes longer than a small model does, so tests hand over all their
-cases at once. stdin: a JSON list of {model, golden, dtype, ranks, engine, save}; on stdout, one JSON
-line a case: what `exl3_plugin.verify` prints, and loss and mean difference of each prompt. `engine`
+cases at once. stdin: a JSON list of {model, golden, dtype, ranks, engine, save}; stdout: one JSON
+line a case, what `exl3_plugin.verify` prints, and loss and mean difference of each prompt. `engine`
 holds further arguments of vLLM, `save` is a file for the log probabilities themselves.
 """
 

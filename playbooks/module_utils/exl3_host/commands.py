@@ -59,7 +59,7 @@ def run_here(argv: list[str], timeout_s: float = TIMEOUT_S) -> Answer:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Answer(None, error=f"{argv[0]} gave no answer within {timeout_s:.0f} s")
+        return Answer(None, error=f"{argv[0]} gave no answer within {timeout_s:g} s")
     except OSError as error:
         return Answer(None, error=f"{argv[0]} cannot be run: {error.strerror}")
     error = (done.stderr.strip() or done.stdout.strip()).splitlines()

@@ -311,10 +311,10 @@ def _tight(facts: dict, on: list[int], ranks: int, wish: _Wish) -> str | None:
     """
     total = {n["id"]: n["total_bytes"] / GIB for n in facts["numa"]["nodes"]}
     have = sum(total.get(n, 0.0) for n in on)
-    need = wish.shm_gib + ranks * wish.rank_gib + NODE_SLACK_GIB
+    need = wish.shm_gib + ranks * wish.rank_gib + min(NODE_SLACK_GIB, have / 8)
     if need <= NODE_SHARE * have:
         return None
     return (
-        f"{need:.0f} GiB of host memory are needed and node {cpu_lists.format_list(on)} has "
-        f"{have:.0f} GiB"
+        f"{need:.1f} GiB of host memory are needed and node {cpu_lists.format_list(on)} has "
+        f"{have:.1f} GiB"
     )

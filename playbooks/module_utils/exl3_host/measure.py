@@ -41,6 +41,7 @@ def run(
     repeats: int = REPEATS,
     seconds: float = 0.5,
     seed: int = 0,
+    least_free_bytes: int = LEAST_FREE_BYTES,
 ) -> dict:
     """Measure every GPU on every CPU node; the samples for `decide`.
 
@@ -49,9 +50,9 @@ def run(
     the nodes in a shuffled order, so that clocks and neighbours disturb all nodes alike.
     Raises HostError where a probe fails or hangs.
     """
-    nodes, dropped = candidates(facts)
+    nodes, dropped = candidates(facts, least_free_bytes)
     if not nodes:
-        raise HostError("No node has CPUs and 2 GiB of free memory.", "; ".join(dropped))
+        raise HostError("No node has CPUs and enough free memory.", "; ".join(dropped))
     probes: dict[int, subprocess.Popen] = {}
     samples: dict[str, dict[int, list]] = {g["uuid"]: {n: [] for n in nodes} for g in facts["gpus"]}
     order = random.Random(seed)
@@ -83,15 +84,18 @@ def run(
     return {"samples": samples, "dropped": dropped}
 
 
-def candidates(facts: dict) -> tuple[list[int], list[str]]:
+def candidates(
+    facts: dict, least_free_bytes: int = LEAST_FREE_BYTES
+) -> tuple[list[int], list[str]]:
     """Nodes worth measuring, and why the others are not."""
     good, dropped = [], []
     free = {n["id"]: n["available_bytes"] for n in facts["numa"]["nodes"] if n["has_memory"]}
     for node in numa.nodes_with_cpus(facts):
         if node not in free:
             dropped.append(f"node {node} has no memory")
-        elif free[node] < LEAST_FREE_BYTES:
-            dropped.append(f"node {node} has {free[node] / 2**30:.1f} GiB free, 2 are needed")
+        elif free[node] < least_free_bytes:
+            need = f"{least_free_bytes / 2**30:.1f} are needed"
+            dropped.append(f"node {node} has {free[node] / 2**30:.1f} GiB free, {need}")
         else:
             good.append(node)
     return good, dropped

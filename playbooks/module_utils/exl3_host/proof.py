@@ -2,8 +2,9 @@
 which nodes its pages lie.
 
 Reads /proc and /sys only; of other users' processes the page counts need root. A check that cannot
-be read is "unknown", never "ok". Pages that lie wrong stay wrong when a process is bound later
-(the kernel moves nothing), so the fix is always a restart. Standard library only.
+be read is "unknown", never "ok". Segments that lie wrong stay wrong when a process is bound later
+(the kernel moves what a cpuset's own process maps, at best), so the fix is always a restart.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .pci import read
 LOCAL_SHARE = 0.95
 # A few pages of the loader and the kernel's own choice say nothing about a policy.
 LEAST_BYTES = 8 << 20
-RESTART = "Restart the server: pages that are placed already do not move."
+RESTART = "Restart the server: memory that is placed already stays where it is."
 
 _SHARED = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV", "/run/shm/")
 
@@ -30,8 +31,9 @@ def prove(pin: dict, pid: int, root: str | Path = "/") -> dict:
     {"ok", "pid", "checks": [{"id", "status", "found", "expected", "fix"}], "processes": [...]}.
     `ok` is true when no check failed; `status` is ok, failed or unknown. The checks: `processes`
     (there are some), `cpus` (no thread may run outside pin.cpus), `cpuset` (a container's first
-    process may use all of them), `mems`, `ranks` (per-rank mode: as many processes as ranks on
-    their node), `pages` (anonymous and shared memory on the planned nodes).
+    process may use all of them), `mems`, `ranks-nodeN` (per-rank mode: as many processes as ranks
+    are bound to that node) and `pages-nodeN` (their memory is there), `pages-anonymous` and
+    `pages-shared` (all memory is on the planned nodes).
     """
     root = Path(root)
     pids = procs.tree(pid, str(root / "proc"))
@@ -207,13 +209,15 @@ def _rank_checks(root: Path, pin: dict, people: list[dict], online: set[int]) ->
         if len(bound) < wanted:
             fix = "numactl must be installed where the server runs, and the four memory-policy "
             fix += f"calls allowed (seccomp profile). {RESTART}"
-            checks.append(_check("ranks", "failed", found, f"{wanted} ranks on it", fix))
+            checks.append(
+                _check(f"ranks-node{node}", "failed", found, f"{wanted} ranks on it", fix)
+            )
             continue
-        checks.append(_check("ranks", "ok", found, f"{wanted} ranks on it"))
+        checks.append(_check(f"ranks-node{node}", "ok", found, f"{wanted} ranks on it"))
         local: dict[int, int] = {}
         for process in bound:
             _add(local, (process["pages"] or {}).get("anonymous") or {})
-        checks.append(_share_check("rank-pages", local, [node], f"memory of ranks on node {node}"))
+        checks.append(_share_check(f"pages-node{node}", local, [node], "memory of these ranks"))
     return checks
 
 

@@ -17,7 +17,7 @@ struct Step {
 constexpr Step kLadder[] = {{6, 8}, {12, 16}, {24, 32}, {48, 64}};
 
 constexpr int64_t kChunkTokens = 4096;
-constexpr int64_t kChunkBytes = int64_t{768} << 20;  // of images and rows, roughly
+constexpr int64_t kChunkBytes = int64_t{1} << 30;  // of images and rows, roughly
 
 int rows_of_tile(double average) {
   for (const Step& step : kLadder) {
@@ -39,8 +39,10 @@ MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const Pla
   // A row costs two images of k, one of inner, and n sums; padding doubles it at the worst.
   const int64_t token_bytes =
       int64_t{shape.top_k} * (4 * 2 * shape.k + 2 * 2 * shape.inner + 4 * shape.n);
-  const int64_t chunk =
+  const int64_t most =
       std::clamp<int64_t>(kChunkBytes / token_bytes / 256 * 256, 256, kChunkTokens);
+  const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
+  const int64_t chunk = std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks);
   const int64_t tokens = std::min(shape.tokens, chunk);
   const double average = static_cast<double>(tokens * shape.top_k) /
                          static_cast<double>(std::max<int64_t>(1, shape.global_experts));

@@ -2,8 +2,8 @@
 """An nvidia-smi that answers from a file, for tests that run whole programs.
 
 EXL3_FAKE_HOST names a JSON file {"nvidia-smi topo -m": {"rc", "out", "error"}}; what is not in it
-is refused loudly, so that no new question slips through a test. EXL3_FAKE_SMI makes it fail: `hang`,
-`no-driver`.
+is refused loudly, so that no new question slips through a test. EXL3_FAKE_SMI makes it fail:
+`hang`, `no-driver`.
 """
 
 import json

@@ -247,10 +247,10 @@ def test_too_little_memory_is_in_the_plan(default: LoadedRecipe, facts: dict) ->
     assert made["fit"]["would_fit"][0] == "kv_cache_gib: 16"
 
 
-def test_an_api_key_needs_a_file(tmp_path: Path, facts: dict) -> None:
+def test_an_api_key_has_a_file(tmp_path: Path, facts: dict) -> None:
     loaded = write_recipe(tmp_path, secrets={"api_key": True})
-    with pytest.raises(HostError, match="no file is named that holds one"):
-        plan.make_plan(loaded, facts, INSTANCE)
+    made = plan.make_plan(loaded, facts, INSTANCE)
+    assert made["serve"]["api_key_file"] == f"{INSTANCE.store}/secrets/{INSTANCE.name}.api_key"
     made = plan.make_plan(loaded, facts, replace(INSTANCE, api_key_file="/etc/exl3/key"))
     assert made["serve"]["api_key_file"] == "/etc/exl3/key"
     assert made["secrets"] == {"hf_token": False, "api_key": True}

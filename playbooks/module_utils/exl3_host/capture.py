@@ -1,7 +1,7 @@
 """One file with everything that facts are read from, so that another host can be looked at here.
 
-`{"schema", "files": {path: text}, "links": {path: target}, "commands": {line: answer}}`; paths are
-relative to `/`. GPU UUIDs are replaced by numbered ones, and nothing is kept that names a host, a
+`{"schema", "files": {path: text}, "links": {path: target}, "commands": {line: answer}, "tools"}`;
+paths are relative to `/`. GPU UUIDs are replaced by numbered ones, and nothing is kept that names a host, a
 board or a person. Standard library only.
 """
 
@@ -61,8 +61,8 @@ _UUID = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F
 _LONG_ID = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
-def take(answers: dict[str, dict], root: str | Path = "/") -> dict:
-    """Capture this host. `answers` are the recorded answers of nvidia-smi and NVML."""
+def take(answers: dict[str, dict], tools: dict, root: str | Path = "/") -> dict:
+    """Capture this host: the recorded answers of nvidia-smi and NVML, the tools of its facts."""
     root = Path(root)
     files: dict[str, str] = {}
     links: dict[str, str] = {}
@@ -77,6 +77,7 @@ def take(answers: dict[str, dict], root: str | Path = "/") -> dict:
             files[mark] = ""
     _devices(root, files, links)
     body = {"schema": SCHEMA, "files": files, "links": links, "commands": answers}
+    body["tools"] = tools
     return json.loads(anonymous(json.dumps(body)))
 
 

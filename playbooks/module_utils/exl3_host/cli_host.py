@@ -102,14 +102,15 @@ def _look(file: Path | None, save: Path | None) -> dict:
         answers: dict[str, dict] = {}
         found = host_facts.collect(runner=commands.record(commands.run_here, answers))
         if save is not None:
-            text = json.dumps(capture.take(answers), indent=1, sort_keys=True)
+            text = json.dumps(capture.take(answers, found["tools"]), indent=1, sort_keys=True)
             save.write_text(text + "\n", encoding="utf-8")
         return found
     if save is not None:
         raise typer.BadParameter("a captured host cannot be captured again", param_hint="--save")
     with tempfile.TemporaryDirectory(prefix="exl3-host-") as folder:
-        root, runner = capture.unpack(_json(file), Path(folder))
-        return host_facts.collect(root, runner=runner)
+        body = _json(file)
+        root, runner = capture.unpack(body, Path(folder))
+        return {**host_facts.collect(root, runner=runner), "tools": body["tools"]}
 
 
 def _measured(

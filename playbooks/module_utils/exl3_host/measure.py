@@ -258,7 +258,7 @@ def _answer(process: subprocess.Popen, node: int, timeout_s: float) -> dict:
         if line.startswith("{"):
             return json.loads(line)
     raise HostError(
-        f"The probe on node {node} gave no answer within {timeout_s:.0f} s.",
+        f"The probe on node {node} gave no answer within {timeout_s:g} s.",
         "Are the GPUs busy, or does another process hold them?",
     )
 

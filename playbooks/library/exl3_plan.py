@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import preflight, spec
+from ansible.module_utils.exl3_host import keys, preflight, spec
 from ansible.module_utils.exl3_host.errors import HostError
 
 DOCUMENTATION = """
@@ -76,15 +76,19 @@ def main() -> None:
             instance, given["bind_address"], store, venv, given["defaults"], given["others"]
         )
         plan = preflight.run_planner(command, checkout, arguments)
+        key, ours = plan["serve"]["api_key_file"], keys.default_file(store, name)
+        made_key = key == str(ours) and not ours.exists()
+        if key == str(ours) and not module.check_mode:
+            made_key = keys.ensure(ours)
     except HostError as error:
         module.fail_json(msg=str(error))
     path = store / "plans" / f"{name}.json"
     before = spec.read_json(path)
-    changed = preflight.lasting(before) != preflight.lasting(plan)
-    if changed and not module.check_mode:
+    differs = preflight.lasting(before) != preflight.lasting(plan)
+    if differs and not module.check_mode:
         spec.write_json(path, plan)
     module.exit_json(
-        changed=changed,
+        changed=differs or made_key,
         plan=plan,
         instance=name,
         diff={

@@ -42,7 +42,7 @@ import hashlib
 import ipaddress
 from pathlib import Path
 
-from . import arguments, container_plan, fit, plan_cpu, plan_gpu, sources
+from . import arguments, container_plan, fit, keys, plan_cpu, plan_gpu, sources
 from .errors import HostError
 from .instance import DEFAULT_USER, Instance
 from .matching import Decisions, choose_profile
@@ -254,11 +254,9 @@ def _loopback(host: str) -> bool:
 
 
 def _api_key_file(wanted: bool, instance: Instance) -> str | None:
+    """The file named for the instance; where the recipe wants a key and none is named, our own."""
     if wanted and instance.api_key_file is None:
-        raise HostError(
-            "The recipe wants an API key (secrets.api_key) and no file is named that holds one.",
-            "Set exl3_api_key in the inventory, or pass --api-key-file.",
-        )
+        return str(keys.default_file(instance.store, instance.name))
     return instance.api_key_file
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from . import procs
+from . import keys, procs
 from .errors import HostError
 from .spec import Paths, own_pids, read_json
 
@@ -146,6 +146,8 @@ def plan_arguments(
         arguments += ["--release", stamp["id"][:12]]
     values = {"host": bind_address, **(defaults or {}), **instance}
     values = {name: value for name, value in values.items() if value not in (None, "")}
+    if values.get("api_key_file") == keys.GENERATE:
+        values["api_key_file"] = str(keys.default_file(store, instance["name"]))
     for option in OPTIONS:
         if option in values:
             arguments += [f"--{option.replace('_', '-')}", str(values[option])]

@@ -169,20 +169,20 @@ def test_a_capture_is_drawn(tmp_path: Path) -> None:
     ):
         assert part in text, part
     code, text = invoke("topology", "--from", str(captured(tmp_path / "b", "f06")))
-    assert code == 0 and "unknown" in text and "exl3_gpu_numa" in text
+    assert code == 0 and "unknown" in text and "gpu_nodes" in text
 
 
 def test_what_you_know_is_taken_from_the_command_line(tmp_path: Path) -> None:
     file = captured(tmp_path, "f06")
     told = json.dumps({uuid(i): i // 4 for i in range(8)})
-    code, text = invoke("topology", "--json", "--from", str(file), "--gpu-numa", told)
+    code, text = invoke("topology", "--json", "--from", str(file), "--gpu-nodes", told)
     assert code == 0
     answer = json.loads(text)
     assert [g["node"] for g in answer["gpus"]] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert answer["pins"][2]["mode"] == "container"
-    code, text = invoke("topology", "--json", "--from", str(file), "--gpu-numa", '{"GPU-x": 0}')
+    code, text = invoke("topology", "--json", "--from", str(file), "--gpu-nodes", '{"GPU-x": 0}')
     assert code == 1 and "names the GPU GPU-x" in json.loads(text)["error"]
-    assert invoke("topology", "--gpu-numa", "[1]")[0] == 2
+    assert invoke("topology", "--gpu-nodes", "[1]")[0] == 2
 
 
 def test_a_capture_holds_no_identifier(tmp_path: Path, fake_smi: Path) -> None:  # noqa: F811

@@ -143,7 +143,6 @@ def test_mixed_gpus_and_mig(tmp_path: Path) -> None:
     mixed = look(tmp_path / "a", two_cards(names=["NVIDIA A", "NVIDIA B"]))
     with pytest.raises(HostError, match="of different kinds: 1 x NVIDIA A, 1 x NVIDIA B"):
         gpupin.decide_gpus(mixed, 2)
-    assert gpupin.decide_gpus(mixed, 2, allow_mixed=True).mode == "per_rank"
     state = query(("index", *gpu_facts.STATE))
     rows = ok("0, Enabled, 400.00, 16, 16, 0, Enabled\n1, Disabled, 400.00, 16, 16, 0, Enabled\n")
     split = look(tmp_path / "b", two_cards(answers={state: rows, "nvidia-smi -L": ok("")}))
@@ -167,7 +166,7 @@ def test_unknown_is_refused_where_a_pin_is_asked_for(tmp_path: Path) -> None:
     found = look(tmp_path, known_host("f06"))
     pin = gpupin.decide_gpus(found, 4)
     assert "hides the sockets" in pin.reason
-    assert "exl3_gpu_numa" in pin.warnings[0]
+    assert "gpu_nodes" in pin.warnings[0]
     with pytest.raises(HostError, match="'container' is not possible: GPU 0: topo names 2 nodes"):
         gpupin.decide_gpus(found, 4, mode="container")
 

@@ -148,8 +148,8 @@ def test_nodes_without_cpus_are_the_gpus_own_memory(tmp_path: Path) -> None:
 def test_unknown_says_what_to_write_into_the_inventory(tmp_path: Path) -> None:
     answer = decide(tmp_path, host())
     assert answer["fix"] == (
-        "Measure it (exl3ctl topology --measure) or tell it: "
-        f"exl3_gpu_numa: {{{uuid(0)}: NODE}} with NODE one of 0-1"
+        "Measure it (exl3ctl topology --measure), or tell it in the inventory: "
+        f"gpu_nodes: {{{uuid(0)}: NODE}} with NODE one of 0-1"
     )
 
 

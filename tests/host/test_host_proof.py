@@ -86,14 +86,14 @@ def test_pages_of_a_numa_maps() -> None:
         "7f1000000000 bind:1 anon=512 dirty=512 N1=512 kernelpagesize_kB=4\n"
         "7f2000000000 default file=/usr/lib/libc.so.6 mapped=20 N0=20 kernelpagesize_kB=4\n"
         "7f3000000000 prefer:1 file=/dev/shm/nccl-Ab3 dirty=8 N0=2 N1=6 kernelpagesize_kB=4\n"
-        "7f4000000000 default file=/memfd:x\\040(deleted) huge dirty=1 N1=1 kernelpagesize_kB=2048\n"
+        "7f4000000000 default file=/memfd:x\\040(del) huge dirty=1 N1=1 kernelpagesize_kB=2048\n"
         "7ffc00000000 default stack anon=3 dirty=3 N0=3 kernelpagesize_kB=4\n"
     )
     found = proof.pages(text)
     assert found["anonymous"] == {0: 103 * 4096, 1: 712 * 4096}
     assert found["shared"] == {
         "/dev/shm/nccl-Ab3": {0: 2 * 4096, 1: 6 * 4096},
-        "/memfd:x\\040(deleted)": {1: 2 << 20},
+        "/memfd:x\\040(del)": {1: 2 << 20},
     }
     assert found["files"] == {0: 20 * 4096}
     assert found["policies"] == ["bind:1", "prefer:1"]

@@ -102,7 +102,7 @@ def test_node_of_each_gpu_where_firmware_is_silent(name: str, tmp_path: Path) ->
     assert answers[0]["source"] == known.source
     for answer in answers:
         if answer["node"] is None:
-            assert "exl3_gpu_numa" in answer["fix"] and answer["uuid"] in answer["fix"]
+            assert "gpu_nodes" in answer["fix"] and answer["uuid"] in answer["fix"]
 
 
 @pytest.mark.parametrize(("name", "tp"), [(n, t) for n in TOPO for t in HOSTS[n].tp])

@@ -1,8 +1,8 @@
 """One file with everything that facts are read from, so that another host can be looked at here.
 
 `{"schema", "files": {path: text}, "links": {path: target}, "commands": {line: answer}, "tools"}`;
-paths are relative to `/`. GPU UUIDs are replaced by numbered ones, and nothing is kept that names a host, a
-board or a person. Standard library only.
+paths are relative to `/`. GPU UUIDs are replaced by numbered ones, and nothing is kept that names a
+host or a person. Standard library only.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ def choose(
     wanted: list[str] | None = None,
     taken: tuple[str, ...] = (),
     host_memory: bool = False,
-    allow_mixed: bool = False,
 ) -> dict:
     """{"gpus": [facts entries in PCI order], "nodes", "sockets", "worst_link", "why"}.
 
@@ -31,7 +30,7 @@ def choose(
     GPUs on different roots beat those that share one uplink below a switch.
     Raises HostError where there are too few GPUs, or mixed, partitioned or claimed ones.
     """
-    free = _candidates(facts, wanted, taken, ranks, allow_mixed)
+    free = _candidates(facts, wanted, taken, ranks)
     by_uuid = {n["uuid"]: n for n in nodes}
     best, best_key = None, None
     for number, group in enumerate(combinations(free, ranks)):
@@ -58,7 +57,6 @@ def _candidates(
     wanted: list[str] | None,
     taken: tuple[str, ...],
     ranks: int,
-    allow_mixed: bool,
 ) -> list[dict]:
     gpus = sorted(facts["gpus"], key=lambda g: g["bus_id"] or "")
     known = {g["uuid"] for g in gpus}
@@ -95,14 +93,14 @@ def _candidates(
     names: dict[str, list[dict]] = {}
     for gpu in free:
         names.setdefault(gpu["name"] or "?", []).append(gpu)
-    if len(names) > 1 and not allow_mixed:
+    if len(names) > 1:
         # One kind of card per server: the slowest and the smallest would set the pace of all.
         fits = [group for group in names.values() if len(group) >= ranks]
         if wanted or not fits:
             have = ", ".join(f"{len(v)} x {k}" for k, v in names.items())
             raise HostError(
                 f"The GPUs are of different kinds: {have}.",
-                "Name GPUs of one kind for this instance, or set exl3_allow_mixed_gpus.",
+                "Name GPUs of one kind for this instance (gpus: [UUID, ...]).",
             )
         return max(fits, key=len)
     return free

@@ -16,9 +16,9 @@ from . import capture, checks, commands, draw, measure, outcome, proof, topology
 from . import facts as host_facts
 from .errors import HostError
 
-MapOption = Annotated[
+NodesOption = Annotated[
     str | None,
-    typer.Option("--gpu-numa", metavar="JSON", help="Nodes that you know: {GPU uuid: node}."),
+    typer.Option("--gpu-nodes", metavar="JSON", help="Nodes that you know: {GPU uuid: node}."),
 ]
 FromOption = Annotated[
     Path | None, typer.Option("--from", help="Look at a captured host instead of this one.")
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
         measured: Annotated[
             bool, typer.Option("--measure", help="Measure the node of each GPU (about a minute).")
         ] = False,
-        gpu_numa: MapOption = None,
+        gpu_nodes: NodesOption = None,
         capture_file: FromOption = None,
         save: SaveOption = None,
         runtime: Annotated[str, typer.Option(help="docker or native.")] = "docker",
@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
         """Nodes, GPUs, who says where each is, links, and the pin for each number of ranks."""
 
         def work() -> tuple[int, dict, Callable[[Console], None]]:
-            manual = _map(gpu_numa)
+            manual = _map(gpu_nodes)
             found = _look(capture_file, save)
             known, raw = _measured(found, measured, outcome.store_dir(store), seconds)
             answer = topology.describe(found, manual, known, runtime=runtime)
@@ -117,7 +117,7 @@ def _measured(
     found: dict, wanted: bool, store: Path, seconds: float
 ) -> tuple[dict | None, dict | None]:
     """What an earlier measurement of this host told, or a new one: decisions and raw samples."""
-    kept = store / "topology" / "gpu-nodes.json"
+    kept = store / measure.KEPT
     if not wanted:
         return measure.load(kept, found), None
     checkout = outcome.checkout()
@@ -138,9 +138,9 @@ def _map(text: str | None) -> dict | None:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{error} in {text}", param_hint="--gpu-numa") from None
+        raise typer.BadParameter(f"{error} in {text}", param_hint="--gpu-nodes") from None
     if not isinstance(value, dict):
-        raise typer.BadParameter("a JSON map is expected", param_hint="--gpu-numa")
+        raise typer.BadParameter("a JSON map is expected", param_hint="--gpu-nodes")
     return value
 
 

@@ -99,12 +99,11 @@ def decide_gpus(
     taken: tuple[str, ...] = (),
     peer_access: bool | None = None,
     runtime: str = "docker",
-    allow_mixed: bool = False,
 ) -> GpuPin:
     """Choose GPUs for `tp` ranks, then CPUs and memory nodes for the server.
 
     rank_gib is host memory per rank, shm_gib the size of /dev/shm. manual and measured: see
-    numa.decide; wanted, taken, allow_mixed: see choice.choose. peer_access is the verdict of the
+    numa.decide; wanted, taken: see choice.choose. peer_access is the verdict of the
     peer test, None before it. Raises HostError for GPUs that are not there or not free, and where a
     mode that was asked for by name is not possible.
     """
@@ -112,7 +111,7 @@ def decide_gpus(
         raise HostError(f"Pinning '{mode}' is not known.", f"Use one of {', '.join(MODES)}.")
     nodes = numa.decide(facts, manual, measured)
     chosen = choice.choose(
-        facts, nodes, tp, wanted, taken, host_memory=peer_access is False, allow_mixed=allow_mixed
+        facts, nodes, tp, wanted, taken, host_memory=peer_access is False
     )
     answers = {n["uuid"]: n for n in nodes}
     mine = [answers[g["uuid"]] for g in chosen["gpus"]]

@@ -22,6 +22,8 @@ from statistics import median
 from . import numa
 from .errors import HostError
 
+# Where a store keeps the result.
+KEPT = "nodes/measured.json"
 REPEATS = 5
 # A repeat may be won by the wrong node once in five.
 WINS = 0.8

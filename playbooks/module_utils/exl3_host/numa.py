@@ -31,8 +31,8 @@ CONFIDENCE = {
     "hint": "low",
 }
 HOW_TO_TELL = (
-    "Measure it (exl3ctl topology --measure) or tell it: "
-    "exl3_gpu_numa: {{{uuid}: NODE}} with NODE one of {nodes}"
+    "Measure it (exl3ctl topology --measure), or tell it in the inventory: "
+    "gpu_nodes: {{{uuid}: NODE}} with NODE one of {nodes}"
 )
 
 
@@ -79,12 +79,12 @@ def _manual(facts: dict, manual: dict) -> dict[str, int]:
     for name, node in manual.items():
         if name not in names:
             raise HostError(
-                f"exl3_gpu_numa names the GPU {name}, which this host does not have.",
+                f"gpu_nodes names the GPU {name}, which this host does not have.",
                 f"It has {', '.join(str(g['uuid']) for g in facts['gpus']) or 'no GPU'}.",
             )
         if isinstance(node, bool) or not str(node).isdigit() or int(node) not in known:
             raise HostError(
-                f"exl3_gpu_numa puts {name} on node {node}; nodes with CPUs here are "
+                f"gpu_nodes puts {name} on node {node}; nodes with CPUs here are "
                 f"{cpu_lists.format_list(known)}.",
                 "Give one of these, or take the GPU out of the map.",
             )
@@ -96,7 +96,7 @@ def _decide(facts: dict, gpu: dict, manual: dict[str, int], measured: dict) -> d
     known = nodes_with_cpus(facts)
     found = _sources(facts, gpu, known)
     if gpu["uuid"] in manual:
-        found.insert(0, _said("manual", [manual[gpu["uuid"]]], "exl3_gpu_numa"))
+        found.insert(0, _said("manual", [manual[gpu["uuid"]]], "gpu_nodes of the inventory"))
     probe = measured.get(gpu["uuid"])
     if probe is not None:
         found.append(_said("measured", probe.get("nodes") or [], probe["why"]))

@@ -16,7 +16,6 @@ from .schema import GpuProfile
 
 VLLM = "vllm==0.33.0"
 KV_DTYPES = {"bf16": "bfloat16"}
-NODES_FILE = "nodes/measured.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def known_here(store: Path, facts: dict, model_dir: Path) -> Known:
             reports.append(json.loads(path.read_text()))
         except (OSError, ValueError):
             continue
-    return Known(tuple(reports), measure.load(store / NODES_FILE, facts), model_dir, store)
+    return Known(tuple(reports), measure.load(store / measure.KEPT, facts), model_dir, store)
 
 
 def decide(

@@ -114,7 +114,7 @@ def make_plan(tmp_path, port, images):
                 "port": port,
                 "api_key_file": None,
             },
-            "pin": {"mode": "none", "numactl": []},
+            "pin": {"mode": "none", "cpus": "0", "mems": None, "nodes": [], "numactl": []},
             "fit": {"ok": True, "needed_gib": 0.1, "available_gib": 4.0, "lines": []},
             "health": {
                 "ready_timeout_s": 30,

@@ -122,13 +122,29 @@ def test_memory_policy_is_allowed_and_what_reaches_further_is_not(
     assert default["set_mempolicy"] == "EPERM"
 
 
-def test_processes_stay_on_their_cpus_and_nodes(store, make_plan, options, client):
-    pinned = {"cpuset_cpus": "0", "cpuset_mems": "0"}
-    service.ensure(make_plan(container={**make_plan()["container"], **pinned}), store, options)
+def test_the_pin_is_applied_and_proved(store, make_plan, options, client):
+    plan = make_plan(
+        container={**make_plan()["container"], "cpuset_cpus": "0", "cpuset_mems": "0"},
+        pin={"mode": "container", "cpus": "0", "mems": "0"},
+    )
+    outcome = service.ensure(plan, store, options)
     for pid in client.pids(names(client)[0]):
         with open(f"/proc/{pid}/status") as text:
             said = text.read()
         assert "Cpus_allowed_list:\t0\n" in said and "Mems_allowed_list:\t0\n" in said
+    assert "cpuset ok (CPUs 0)" in outcome.attempts[-1]
+    assert look(store).pin == "proved: CPUs 0, nodes 0" and look(store).pin_ok
+
+
+def test_a_wrong_pin_is_found_at_the_start_and_by_status(store, make_plan, options, client):
+    """The plan says CPU 0, and the container was given both: a limit that was reset, say."""
+    plan = make_plan(pin={"mode": "container", "cpus": "0", "mems": "0"})
+    with pytest.raises(HostError) as caught:
+        service.ensure(plan, store, options)
+    assert "serves, but not where it was pinned to" in str(caught.value)
+    assert "may run on 1" in str(caught.value) and "Restart" in caught.value.fix
+    found = look(store)
+    assert found.state == "serving" and not found.pin_ok and found.pin.startswith("WRONG")
 
 
 def test_impossible_cpus_are_refused_while_the_old_one_serves(

@@ -4,20 +4,19 @@ Everything is real but the model server in the image; the same path with vLLM is
 tests/docker/test_real_vllm.py.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from exl3_host import containers, procs, spec, venv
+from exl3_host import containers, procs, spec
+from site_files import Site, tree_hash
 
 RECIPE = """\
 schema: exl3-recipe/1
@@ -40,77 +39,19 @@ health:
 """
 
 
-def tree_hash(folder: Path) -> str:
-    """SHA-256 over every path below a folder, its kind, mode and content."""
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        info = path.lstat()
-        total.update(f"{path.relative_to(folder)}\0{oct(info.st_mode)}\0".encode())
-        if path.is_symlink():
-            total.update(os.readlink(path).encode())
-        elif path.is_file():
-            total.update(path.read_bytes())
-    return total.hexdigest()
-
-
-class Site:
-    """An inventory with one instance in a container, in a folder of its own."""
+class SmallSite(Site):
+    """A site whose image holds the small server."""
 
     def __init__(self, folder: Path, checkout: Path, port: int, images: dict, docker_host: str):
-        self.folder, self.checkout, self.port, self.images = folder, checkout, port, images
-        self.store, self.venv = folder / "store", folder / "venv"
-        self.recipe, self.model = folder / "little.yaml", folder / "model"
+        super().__init__(folder, checkout, port, docker_host)
+        self.images = images
         self.model.mkdir()
         (self.model / "config.json").write_text("{}")
         self.write_recipe()
-        bin_folder = self.venv / "bin"
-        bin_folder.mkdir(parents=True)
-        (bin_folder / "python").symlink_to(sys.executable)
-        (self.venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}\n")
-        (self.venv / venv.PLANNER_STAMP).write_text(json.dumps(venv.PLANNER))
-        python = {"ansible_python_interpreter": sys.executable}
-        hosts = {"localhost": {"ansible_connection": "local", **python}}
-        settings = {
-            "exl3_checkout_dir": str(checkout),
-            "exl3_venv_dir": str(self.venv),
-            "exl3_store_dir": str(self.store),
-            "exl3_runtime": "docker",
-            "exl3_docker_host": docker_host,
-            "exl3_service_manager": "supervisor",
-            "exl3_instances": [{"name": "little", "recipe": str(self.recipe), "port": port}],
-        }
-        group = {"exl3_hosts": {"hosts": hosts, "vars": settings}}
-        (folder / "hosts.json").write_text(json.dumps({"all": {"children": group}}))
 
     def write_recipe(self, image: str = "a", **args) -> None:
-        platform = "linux/arm64" if os.uname().machine == "aarch64" else "linux/amd64"
-        text = RECIPE.format(
-            model=self.model, platform=platform, image=self.images[image], args=json.dumps(args)
-        )
-        self.recipe.write_text(text)
-
-    def begin(self, name: str, *arguments: str, **options) -> subprocess.Popen:
-        """Start one playbook as a person does, from the checkout."""
-        env = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
-        env.pop("PYTHONPATH", None)
-        command = [str(Path(sys.executable).with_name("ansible-playbook"))]
-        command += [f"playbooks/{name}.yml", "-i", str(self.folder / "hosts.json"), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=self.checkout, env=env, **pipes, **options)
-
-    def play(self, name: str, *arguments: str) -> subprocess.CompletedProcess:
-        process = self.begin(name, *arguments)
-        said, _ = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.returncode, said, "")
-
-    def changed(self, name: str, *arguments: str) -> int:
-        """Run a play that has to work; the number of changed tasks."""
-        done = self.play(name, *arguments)
-        assert done.returncode == 0, done.stdout
-        return int(re.search(r"changed=(\d+)", done.stdout)[1])
-
-    def state(self) -> dict | None:
-        return spec.read_json(spec.Paths(self.store, "little").state)
+        words = {"image": self.images[image], "args": json.dumps(args)}
+        self.recipe.write_text(RECIPE.format(model=self.model, platform=self.platform(), **words))
 
 
 @pytest.fixture
@@ -118,7 +59,7 @@ def site(checkout, port, images, docker_host):
     # Not below pytest's own folder, which only its user may enter: the container's user reads it.
     folder = Path(tempfile.mkdtemp(prefix="exl3-site-", dir="/var/tmp"))
     folder.chmod(0o755)
-    made = Site(folder, checkout, port, images, docker_host)
+    made = SmallSite(folder, checkout, port, images, docker_host)
     yield made
     made.play("teardown")
     shutil.rmtree(folder)

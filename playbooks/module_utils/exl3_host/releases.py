@@ -13,15 +13,10 @@ from pathlib import Path
 from . import containers
 from .errors import HostError
 from .spec import Paths, engine_of, read_json, write_json
+from .spec import releases as everything
 
 SCHEMA = "exl3-release/1"
 KEEP = 2
-
-
-def everything(paths: Paths) -> list[dict]:
-    """All releases, the oldest first."""
-    found = [read_json(path) for path in sorted(paths.releases.glob("*.json"))]
-    return [one for one in found if one is not None]
 
 
 def record(paths: Paths, plan: dict, spec: dict, keep: int = KEEP) -> dict:

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import containers, rehearsal, releases, systemd, wait
+from . import containers, learned, proof, rehearsal, releases, systemd, wait
 from .errors import HostError
 from .refusals import refuse_unfit, validate
 from .runner import halt, launch, make_container, note_ready, start_and_wait
-from .spec import Paths, endpoint_of, engine_of, make_spec, read_json, write_json
+from .spec import Paths, endpoint_of, engine_of, make_spec, read_json, server_pid, write_json
+from .spec import releases as everything
 from .status import Status, look
 
 __all__ = ["Options", "Outcome", "ensure", "halt", "launch", "refuse_unfit", "remove", "rollback"]
@@ -175,8 +176,12 @@ def _replace(
             log=spec["log"],
             attempts=outcome.attempts,
         ) from failure
-    outcome.status, outcome.answer, outcome.reached = look(paths), progress.answer, progress.reached
+    outcome.answer, outcome.reached = progress.answer, progress.reached
     _finish(paths, plan, spec, options)
+    outcome.status = look(paths)
+    proved = _prove_pin(paths, spec)
+    if proved:
+        outcome.attempts.append(proved)
 
 
 def _fallback(paths: Paths, spec: dict) -> dict | None:
@@ -212,6 +217,31 @@ def _rehearse(
 def _finish(paths: Paths, plan: dict, spec: dict, options: Options) -> None:
     releases.record(paths, plan, spec, options.keep_releases)
     paths.pending.unlink(missing_ok=True)
+    boot = learned.learn(paths.store, plan, learned.tail(paths.log))
+    if boot is not None:
+        note = read_json(paths.ready) or {}
+        write_json(paths.ready, {**note, "kv_tokens": boot.tokens})
+
+
+def _prove_pin(paths: Paths, spec: dict) -> str | None:
+    """What /proc says about the pin, for the summary. Raises HostError where it does not hold.
+
+    The server is left running: it answers, only from the wrong place.
+    """
+    pid = server_pid(paths)
+    if not spec.get("pin") or pid is None:
+        return None
+    found = proof.prove(spec["pin"], pid)
+    failed = [one for one in found["checks"] if one["status"] == "failed"]
+    if failed:
+        raise HostError(
+            f"instance {paths.instance!r} serves, but not where it was pinned to: "
+            f"{failed[0]['found']}, expected {failed[0]['expected']}.",
+            failed[0]["fix"],
+            checks=found["checks"],
+        )
+    told = [f"{one['id']} {one['status']} ({one['found']})" for one in found["checks"]]
+    return "pin: " + ", ".join(told)
 
 
 def _discard(spec: dict, fallback: dict | None) -> None:
@@ -262,7 +292,7 @@ def _only_one(paths: Paths):
 def _shown(spec: dict | None) -> str:
     if spec is None:
         return ""
-    hidden = ("config_hash", "env", "state", "log_max_bytes", "log_keep")
+    hidden = ("config_hash", "env", "state", "log_max_bytes", "log_keep", "pin")
     shown = {key: value for key, value in spec.items() if key not in hidden}
     if "container" in shown:
         # The system call list is long, and part of the fingerprint all the same.
@@ -282,7 +312,7 @@ def remove(paths: Paths, is_check: bool = False) -> bool:
     if not there or is_check:
         return there
     specs = [read_json(paths.spec), read_json(paths.pending)]
-    specs += [one["spec"] for one in releases.everything(paths)]
+    specs += [one["spec"] for one in everything(paths)]
     halt(paths)
     systemd.remove(paths.instance)
     for spec in specs:

@@ -60,6 +60,7 @@ class Paths:
 
     @property
     def releases(self) -> Path:
+        """What served before, a file each."""
         return self.run / "releases"
 
     @property
@@ -119,6 +120,7 @@ def make_spec(plan: dict, store: Path, manager: str, docker_host: str | None = N
             "stall_timeout_s": health.get("stall_timeout_s"),
         },
         "start": plan.get("start") or {},
+        "pin": plan.get("pin") or {},
         "manager": manager,
         "grace_s": _grace_s(serve["argv"]),
         "log": str(paths.log),
@@ -128,7 +130,8 @@ def make_spec(plan: dict, store: Path, manager: str, docker_host: str | None = N
         **RESTART,
     }
     # The environment of whoever runs the playbook is no reason to restart a server.
-    facts = {key: value for key, value in spec.items() if key not in ("env", "health", "start")}
+    moment = ("env", "health", "start", "pin")
+    facts = {key: value for key, value in spec.items() if key not in moment}
     facts["env"] = serve.get("env", {})
     facts["endpoint"] = {key: value for key, value in spec["endpoint"].items() if key != "smoke"}
     facts["venv"] = (read_json(Path(plan["venv"]["dir"]) / ".exl3-stamp.json") or {}).get("id")
@@ -204,6 +207,21 @@ def own_pids(paths: Paths) -> list[int]:
         for root in (one for one in records if procs.same_process(one)):
             found.update(procs.tree(root["pid"]))
     return sorted(found)
+
+
+def releases(paths: Paths) -> list[dict]:
+    """Every release that is kept, the oldest first; see `releases.py`."""
+    found = [read_json(path) for path in sorted(paths.releases.glob("*.json"))]
+    return [one for one in found if one is not None]
+
+
+def server_pid(paths: Paths) -> int | None:
+    """The process that is the server: a container's first, else what the supervisor started."""
+    spec, state = read_json(paths.spec), read_json(paths.state)
+    if spec and spec.get("container"):
+        return next(iter(container_pids(spec)), None)
+    running = state and state["boot_id"] == procs.boot_id() and procs.same_process(state["server"])
+    return state["server"]["pid"] if running else None
 
 
 def container_pids(spec: dict | None) -> list[int]:

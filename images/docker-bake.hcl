@@ -1,5 +1,7 @@
-# The images, for docker buildx bake. All versions and digests stand in versions.json:
+# The images, for docker buildx bake. All versions and digests stand in versions.json; what depends on
+# the checkout (PLUGIN, SOURCE_HASH, REVISION...) comes in by environment:
 #
+#   eval "$(scripts/build-images --environment)"
 #   docker buildx bake -f images/versions.json -f images/docker-bake.hcl sm120
 #
 # scripts/build-images reads the same two files and drives plain `docker build`, for machines without
@@ -18,8 +20,11 @@ target "common" {
     TORCH_HEADERS     = TORCH_HEADERS
     GLIBC             = GLIBC
     SOURCE_DATE_EPOCH = SOURCE_DATE_EPOCH
+    PLUGIN            = PLUGIN
+    SOURCE_HASH       = SOURCE_HASH
     REVISION          = REVISION
     SOURCE            = SOURCE
+    CREATED           = CREATED
   }
   # Both attestations go into the manifest that buildx pushes; scripts/build-images writes its own
   # SBOM, because plain docker cannot.

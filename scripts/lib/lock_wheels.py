@@ -14,12 +14,20 @@ import json
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 NEWEST_GLIBC = 36
+# pip asks its own machine when a requirement depends on the processor, whatever --platform says.
+_PIP = """
+import platform, runpy, sys
+platform.machine = lambda: "{machine}"
+sys.argv[0] = "pip"
+runpy.run_module("pip", run_name="__main__")
+"""
 # Under a CPU build of torch these are dead weight or cannot even be imported: torchvision and its
 # kin come as CUDA builds, triton has no CPU backend (1 GB).
 DROPPED = {"cpu": ("torchaudio", "torchcodec", "torchvision", "triton"), "cuda": ()}
@@ -51,8 +59,9 @@ def resolve(wanted: list[str], platform: str) -> list[dict]:
     python = version("PYTHON").replace(".", "")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-        command += ["--quiet", "--report", str(report), "--target", scratch]
+        command = [sys.executable, "-c", _PIP.format(machine=MACHINES[platform])]
+        command += ["install", "--dry-run", "--ignore-installed", "--quiet"]
+        command += ["--report", str(report), "--target", scratch]
         command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
         for tag in tags(platform):
             command += ["--platform", tag]
@@ -87,7 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
     except subprocess.CalledProcessError:
         print(f"pip cannot resolve {', '.join(wanted)} for {name}", file=sys.stderr)
         return 1
-    head = f"# Written by scripts/lib/lock_wheels.py {options.flavour} --platform {options.platform}"
+    head = (
+        f"# Written by scripts/lib/lock_wheels.py {options.flavour} --platform {options.platform}"
+    )
     out.write_text("\n".join([head, *found]) + "\n")
     print(f"{out}: {len(found)} wheels")
     return 0

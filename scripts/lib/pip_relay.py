@@ -18,7 +18,14 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-PASSED = ("index-url", "extra-index-url", "find-links", "trusted-host", "default-timeout", "retries")
+PASSED = (
+    "index-url",
+    "extra-index-url",
+    "find-links",
+    "trusted-host",
+    "default-timeout",
+    "retries",
+)
 CA = "/run/secrets/ca"
 
 

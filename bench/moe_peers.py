@@ -6,8 +6,9 @@
 | triton | a CUDA build of vLLM is importable | bfloat16 through vLLM's Triton kernels |
 
 exllamav3 takes its cooperative path (`run_bszN`) up to 8 rows, above that `exl3_moe`, before which
-it sorts the tokens; that is timed with it. exllamav3 takes float16. Its fused kernel has room for a number of rows an expert; it is given as
-much as the routing needs, which its own code does up to 128 rows and replaces by rebuilding above.
+it sorts the tokens; that is timed with it. It computes in float16. Its fused kernel has room for a
+number of rows an expert; it is given as much as the routing needs, which its own code does up to
+128 rows and replaces by rebuilding above.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from exl3_plugin import env
 from exl3_plugin.loading import Held, LoadError
 from exl3_plugin.moe import HeldExperts
 from exl3_plugin.shards import OTHER_MODELS
+from exl3_plugin.taken import as_taken, marker_names, unbuilt_head, unquantised_homes
 
 if TYPE_CHECKING:
     from exl3_plugin.config import Exl3Config
@@ -210,6 +211,8 @@ def audit(
     """
     skipped: Counter[str] = Counter()
     homeless: list[str] = []
+    if not draft:
+        watch.placed |= marker_names(unquantised_homes(model, config), config)
     rules = skip_rules(model, config)
     for name in [] if draft else config.checkpoint.tensors:
         if name in watch.placed:
@@ -301,9 +304,10 @@ def install_audit() -> None:
         if config is None:
             return original(self, model, model_config)
         watch = LoadWatch(model)
+        draft = getattr(model_config, "runner_type", "") == "draft"
         inner = model.load_weights
         model.load_weights = lambda weights, *a, **k: inner(
-            watch.stream(as_taken(model, weights, config)), *a, **k
+            as_taken(model, watch.stream(weights), config, draft=draft), *a, **k
         )
         try:
             with watch:
@@ -318,36 +322,10 @@ def install_audit() -> None:
         finally:
             del model.load_weights
         watch.finish(model)
-        report(model, config, watch, getattr(model_config, "runner_type", "") == "draft")
+        report(model, config, watch, draft)
 
     load_weights.exl3_audited = True
     DefaultModelLoader.load_weights = load_weights
-
-
-def unbuilt_head(model: torch.nn.Module, name: str) -> bool:
-    """Whether a stored tensor belongs to a head that the model class never builds.
-
-    Such a class (Gemma 2) multiplies with its embedding, which EXL3 checkpoints keep unquantised.
-    """
-    built = (module.rpartition(".")[2] for module, _ in model.named_modules())
-    return name.split(".")[-2:-1] == ["lm_head"] and "lm_head" not in built
-
-
-def as_taken(
-    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], config: Exl3Config
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stored tensors as the model's loaders take them.
-
-    A head that the model does not have is left out. Biases that were stored as wide as the padded
-    layer are cut: they belong to vLLM's layers, whose loaders take none that is too long.
-    """
-    for name, tensor in weights:
-        parent, _, suffix = name.rpartition(".")
-        module = config.checkpoint.modules.get(parent)
-        if suffix == "bias" and module is not None and module.kind == "exl3" and module.n_true:
-            tensor = tensor[: module.n_true]
-        if not unbuilt_head(model, name):
-            yield name, tensor
 
 
 def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: bool) -> None:

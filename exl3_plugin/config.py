@@ -41,6 +41,7 @@ FUSED = {
     "in_proj_qkvbfg_a": ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"],
     "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
     "in_proj_ba": ["in_proj_b", "in_proj_a"],
+    "wk_weights_proj": ["wk", "weights_proj"],
 }
 
 # Path segments that wrapper classes put in front of, or leave out of, the same module's name.

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # The stored suffixes of an EXL3 linear, and the parameter each is copied into.
 SCALES = {"suh": "suh", "su": "suh", "svh": "svh", "sv": "svh"}
 
+OFFERED: dict[str, torch.Tensor] = {}
+"""Stored tensors that were handed to a model's loader and have not come back yet, by name."""
+
 SHARD_NAMES = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
 
 
@@ -183,7 +186,7 @@ def _destinations(layer: torch.nn.Module, layout: Layout) -> dict[str, Destinati
     def suh(index: int):
         for number, segment in enumerate(layout.quantised):
             if segment.member == index:
-                yield layer.suh.data[number], lambda w: _scales(w)[rows.first : rows.stop]
+                yield layer.suh.data[number], lambda w: scales(w)[rows.first : rows.stop]
 
     def svh(index: int):
         at = 0
@@ -193,7 +196,7 @@ def _destinations(layer: torch.nn.Module, layout: Layout) -> dict[str, Destinati
                 count = max(columns.stop - columns.start, 0)
                 yield (
                     layer.svh.data[at : at + count],
-                    lambda w, columns=columns: _scales(w)[columns],
+                    lambda w, columns=columns: scales(w)[columns],
                 )
             at += segment.columns.loaded
 
@@ -218,7 +221,7 @@ def _int16(words: torch.Tensor) -> torch.Tensor:
     return words if words.dtype == torch.int16 else words.view(torch.int16)
 
 
-def _scales(vector: torch.Tensor) -> torch.Tensor:
+def scales(vector: torch.Tensor) -> torch.Tensor:
     """`suh`/`svh` as stored; legacy packed signs as float16 +-1, bit i of word q for 16q + i."""
     if vector.is_floating_point():
         return vector
@@ -238,9 +241,9 @@ def _loader(held: Held, suffix: str, destination: Destination | None) -> Callabl
             expected = "no such tensor" if stored is None else list(stored.shape)
             raise LoadError(
                 f"{module.name}.{suffix}: the model's loader passed {list(loaded.shape)}, the "
-                f"checkpoint holds {expected}; this model rearranges weights in a way that EXL3 "
-                "tensors do not survive"
+                f"checkpoint holds {expected}; {_REARRANGED}"
             )
+        _refuse_rearranged(stored.name, loaded)
         if destination is None:
             _check_marker(stored.name, loaded)
             param.data[index : index + 1].copy_(loaded.reshape(1))
@@ -250,6 +253,23 @@ def _loader(held: Held, suffix: str, destination: Destination | None) -> Callabl
         held.missing.discard(stored.name)
 
     return load
+
+
+_REARRANGED = "this model rearranges weights in a way that EXL3 tensors do not survive"
+
+
+def _refuse_rearranged(name: str, loaded: torch.Tensor) -> None:
+    """Refuse a tensor of the right shape whose contents a model's loader has permuted.
+
+    Some classes sort fused query, key and value rows by head (Bloom). What was handed out mostly
+    comes back as the same memory; copies are compared.
+    """
+    stored = OFFERED.pop(name, None)
+    if stored is None or loaded is stored:
+        return
+    here = (loaded.data_ptr(), loaded.stride()) == (stored.data_ptr(), stored.stride())
+    if not here and not torch.equal(loaded, stored.to(loaded.device)):
+        raise LoadError(f"{name}: the model's loader passed other contents; {_REARRANGED}")
 
 
 def _member_of(layout: Layout, shard) -> int:

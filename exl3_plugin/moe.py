@@ -358,7 +358,7 @@ def _loader(layer: torch.nn.Module, modules: list[Three], places: dict[int, int]
             loaded = loaded[tiles] if projection == DOWN else loaded[:, tiles]
             matrix(layer, place, projection).view(loaded.shape).copy_(loaded)
             return
-        kind, scales = LEGACY.get(suffix, suffix), loading._scales(loaded)
+        kind, scales = LEGACY.get(suffix, suffix), loading.scales(loaded)
         if projection == DOWN:
             to = (layer.w2_suh if kind == "suh" else layer.w2_svh).data[place]
             scales = scales[inner] if kind == "suh" else scales

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import keys, preflight, spec
+from ansible.module_utils.exl3_host import ab_pin, keys, preflight, spec
 from ansible.module_utils.exl3_host.errors import HostError
 
 DOCUMENTATION = """
@@ -19,6 +19,8 @@ options:
   checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
   store: {type: path, required: true, description: "The store."}
   venv: {type: path, required: true, description: "The venv."}
+  calibration: {type: str, default: "",
+    description: "auto, require or skip, instead of what the recipe says."}
   others: {type: list, elements: str, default: [],
     description: "Names of all instances of the host, whose GPUs are taken."}
   defaults: {type: dict, default: {},
@@ -55,6 +57,7 @@ def main() -> None:
             "checkout": {"type": "path", "required": True},
             "store": {"type": "path", "required": True},
             "venv": {"type": "path", "required": True},
+            "calibration": {"type": "str", "default": ""},
             "others": {"type": "list", "elements": "str", "default": []},
             "defaults": {"type": "dict", "default": {}},
         },
@@ -72,6 +75,9 @@ def main() -> None:
         module.fail_json(msg=f"{venv} cannot plan: deploy the venv first (--tags venv).")
     try:
         instance = preflight.completed(given["instance"])
+        instance["calibration"] = given["calibration"]
+        # What a comparison found best holds where nobody says otherwise.
+        instance["pinning"] = instance.get("pinning") or ab_pin.chosen(store, name)
         arguments = preflight.plan_arguments(
             instance, given["bind_address"], store, venv, given["defaults"], given["others"]
         )

@@ -90,6 +90,9 @@ def plan_command(
     calibration_file: Annotated[
         Path | None, typer.Option(help="Measured profile of this host's device.")
     ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="auto, require, skip instead of the recipe's.")
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts that serve together.")] = 1,
     gpus: Annotated[str | None, typer.Option(help="UUIDs of the GPUs, with commas.")] = None,
     taken_gpus: Annotated[
@@ -127,6 +130,7 @@ def plan_command(
             container_user=container_user,
             container_network=container_network,
             calibration_file=None if calibration_file is None else str(calibration_file),
+            calibration=calibration,
             nodes=nodes,
             gpus=_words(gpus),
             taken_gpus=_words(taken_gpus),
@@ -162,7 +166,7 @@ def peers_command(
 
     def work() -> tuple[int, dict, Callable[[Console], None]]:
         return peers_cli.work(
-            ranks, report, again, want, backend, _store(store), _venv(venv), checkout()
+            ranks, report, again, want, backend, _store(store), _venv(venv), checkout(), keep
         )
 
     _run(as_json, work)

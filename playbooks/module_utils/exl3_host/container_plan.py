@@ -50,7 +50,7 @@ def section(
     note: Note,
 ) -> dict:
     """`container` of a plan; every choice goes to `note` with its reason. Raises HostError."""
-    image = _image(loaded, facts, instance)
+    image = image_of(loaded, facts, instance)
     note("image", f"{image['name']}@{image['digest'][:19]}", _image_reason(instance, image))
     shm = _checked_shm(profile, facts, note)
     cpuset, mems = _cpuset(facts, pin)
@@ -68,7 +68,8 @@ def section(
     }
 
 
-def _image(loaded: LoadedRecipe, facts: dict, instance: Instance) -> dict:
+def image_of(loaded: LoadedRecipe, facts: dict, instance: Instance) -> dict:
+    """{name, digest, platform}: the instance's image, else the recipe's for this processor."""
     platform = PLATFORMS.get(facts["arch"])
     if platform is None:
         raise HostError(f"There are no images for {facts['arch']}.", "Use the native runtime.")

@@ -263,21 +263,22 @@ def prepare(container: dict, api_key_file: str | None) -> None:
     uid, gid = _ids(container["body"]["User"])
     cache = mounts[CACHE_INSIDE]
     cache.mkdir(parents=True, exist_ok=True)
-    _give(cache, uid, gid, 0o770)
+    give(cache, uid, gid, 0o770)
     if api_key_file:
         secret = mounts[API_KEY_INSIDE]
         secret.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _give(secret.parent, uid, gid, 0o500)
+        give(secret.parent, uid, gid, 0o500)
         draft = secret.with_name("draft")
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
         with os.fdopen(descriptor, "w") as out:
             out.write(Path(api_key_file).read_text().strip() + "\n")
-        _give(draft, uid, gid, 0o400)
+        give(draft, uid, gid, 0o400)
         os.replace(draft, secret)
 
 
-def _give(path: Path, uid: int, gid: int, mode: int) -> None:
+def give(path: Path, uid: int, gid: int, mode: int) -> None:
+    """Set owner, where we may, and mode."""
     if os.geteuid() == 0:
         os.chown(path, uid, gid)
     os.chmod(path, mode)

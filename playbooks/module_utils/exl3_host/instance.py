@@ -18,7 +18,8 @@ class Instance:
     release: any text that names the installed software; a change of it changes the hash.
     runtime: what this instance asks for; default_runtime where neither it nor the recipe does.
     image: NAME@sha256:... instead of the recipe's image.
-    calibration_file: the measured profile of this host's device, where there is one.
+    calibration_file: the measured profile of this host's device, where one is named;
+    calibration: auto, require or skip, instead of the recipe's word.
     nodes: hosts that serve this instance together. gpus: UUIDs to use; taken_gpus: those of other
     instances; gpu_nodes: memory node by UUID or PCI address, for hosts that do not tell.
     """
@@ -39,6 +40,7 @@ class Instance:
     container_user: str = DEFAULT_USER
     container_network: str = "host"
     calibration_file: str | None = None
+    calibration: str | None = None
     nodes: int = 1
     gpus: tuple[str, ...] = ()
     taken_gpus: tuple[str, ...] = ()
@@ -59,6 +61,10 @@ class Instance:
         for what, place in (("store", self.store), ("venv", self.venv)):
             if not place.startswith("/"):
                 raise HostError(f"The {what} '{place}' is a relative path.", "Give it from / on.")
+        if self.calibration not in (None, "auto", "require", "skip"):
+            raise HostError(
+                f"Calibration '{self.calibration}' is not known.", "Use auto, require or skip."
+            )
         if self.container_network not in ("host", "bridge"):
             raise HostError(
                 f"Container network '{self.container_network}' is not known.",

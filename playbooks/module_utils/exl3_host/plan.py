@@ -96,6 +96,7 @@ def make_plan(
         size = fit.ModelSize(recipe.model.weights_bytes, None, "the recipe's estimate")
     known = known or plan_gpu.Known()
     if isinstance(profile, GpuProfile):
+        instance = plan_gpu.with_calibration(loaded, facts, instance, runtime, known, log)
         parts = plan_gpu.decide(loaded, profile_id, profile, facts, instance, runtime, known, log)
     else:
         parts = plan_cpu.decide(loaded, profile_id, profile, facts, instance, runtime, size, log)
@@ -137,7 +138,7 @@ def make_plan(
             "smoke": {**recipe.health.smoke.model_dump(), "temperature": 0},
         },
         "start": recipe.start.model_dump(),
-        "calibration": recipe.calibration,
+        "calibration": instance.calibration or recipe.calibration,
         "secrets": recipe.secrets.model_dump(),
         "decisions": log.entries,
         "warnings": [*_key_warnings(instance), *parts.warnings],

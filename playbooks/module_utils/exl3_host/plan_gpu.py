@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import arguments, container_plan, fit_recipe, gpupin, measure, nccl, peers
+from . import arguments, calibration, container_plan, fit_recipe, gpupin, measure, nccl, peers
 from .instance import Instance
 from .matching import Decisions
 from .plan_cpu import Parts, context_length
@@ -43,6 +43,30 @@ def known_here(store: Path, facts: dict, model_dir: Path) -> Known:
         except (OSError, ValueError):
             continue
     return Known(tuple(reports), measure.load(store / measure.KEPT, facts), model_dir, store)
+
+
+def with_calibration(
+    loaded: LoadedRecipe,
+    facts: dict,
+    instance: Instance,
+    runtime: str,
+    known: Known,
+    log: Decisions,
+) -> Instance:
+    """The instance with the profile that was measured on this type of GPU with this software.
+
+    Raises HostError where the recipe requires one and there is none.
+    """
+    if instance.calibration_file or known.store is None:
+        return instance
+    software = instance.release or "none"
+    if runtime == "docker":
+        software = container_plan.image_of(loaded, facts, instance)["digest"]
+    rule = instance.calibration or loaded.recipe.calibration
+    path = calibration.find(known.store, facts, software, rule)
+    found = "none is kept for this driver and release" if path is None else "measured here"
+    log.add("calibration", "built-in plans" if path is None else path.name, f"{rule}; {found}")
+    return replace(instance, calibration_file=None if path is None else str(path))
 
 
 def decide(

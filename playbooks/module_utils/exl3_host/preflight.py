@@ -20,7 +20,7 @@ DEFAULT_PORT = 8000
 OPTIONS = ("profile", "port", "host", "api_key_file", "max_model_len", "kv_cache_gib", "pinning")
 OPTIONS += ("runtime", "image", "default_runtime", "container_user", "container_network")
 OPTIONS += ("calibration_file",)
-OPTIONS += ("nodes",)
+OPTIONS += ("nodes", "calibration")
 MAPS = {"args": "--serve-args", "env": "--serve-env", "gpu_nodes": "--gpu-nodes"}
 
 

@@ -196,6 +196,29 @@ def test_measured_once(tmp_path):
     assert [one[-1] for one in asked] == ["--identity", "2"] + ["--identity"] * 2 + ["2"]
 
 
+def test_full_gpus_prove_nothing(tmp_path):
+    """A server beside the test leaves no memory; that is no verdict, and is not kept."""
+    full = with_collective("failed", "rank 1, x: torch.OutOfMemoryError: CUDA out of memory.")
+    with pytest.raises(HostError, match="cannot be tested while the GPUs are full"):
+        peers.look(lambda arguments: full, tmp_path, 2)
+    assert not (tmp_path / "peers").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "runtime", "check", "reason"),
+    [
+        ([], "native", False, "no GPU"),
+        (["GPU-a"], "native", False, "nothing to prove"),
+        (["GPU-a", "GPU-b"], "docker", False, "docs/peer-access.md"),
+        (["GPU-a", "GPU-b"], "native", True, "would be tested"),
+        (["GPU-a", "GPU-b"], "native", False, None),
+    ],
+)
+def test_when_a_deploy_measures(gpus, runtime, check, reason):
+    found = peers.not_measured({"pin": {"gpus": gpus}, "runtime": runtime}, check)
+    assert found is None if reason is None else reason in found
+
+
 def test_a_recipe_cannot_undo_a_veto():
     settings = nccl.for_peers(peers.decide(with_collective("hung", "x"), 2))
     env, args, decisions = nccl.apply(
@@ -253,6 +276,12 @@ def test_exl3ctl_peers(tmp_path):
     assert "--disable-custom-all-reduce" in done.output and "NCCL_P2P_DISABLE" in done.output
     done = runner.invoke(cli.app, ["peers", "--report", str(file), "--json"])
     assert json.loads(done.output)["layers"]["collects"] == "no"
+    assert not (tmp_path / "peers").exists()
+    words = ["peers", "--report", str(file), "--keep", "--store", str(tmp_path)]
+    assert runner.invoke(cli.app, words).exit_code == 0
+    made = json.loads(file.read_text())
+    identity = {key: made[key] for key in ("ranks", "backend", "driver", "nccl", "devices")}
+    assert peers.cached(tmp_path, identity) == made
     file.write_text('{"schema": "exl3-facts/1"}')
     done = runner.invoke(cli.app, ["peers", "--report", str(file), "--json"])
     assert done.exit_code == 1 and "no report on peer access" in json.loads(done.output)["error"]

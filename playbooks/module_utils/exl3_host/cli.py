@@ -153,6 +153,7 @@ def plan_command(
 def peers_command(
     ranks: peers_cli.RanksOption = None,
     report: peers_cli.ReportOption = None,
+    keep: peers_cli.KeepFlag = False,
     again: peers_cli.AgainFlag = False,
     want: peers_cli.WantedOption = "verify",
     backend: peers_cli.BackendOption = None,

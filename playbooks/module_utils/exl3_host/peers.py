@@ -256,6 +256,16 @@ def keep(store: Path, report: dict) -> Path:
     return path
 
 
+def not_measured(plan: dict, is_check: bool) -> str | None:
+    """Why the test does not run for this plan; None where it does."""
+    gpus = plan["pin"].get("gpus") or []
+    if len(gpus) < 2:
+        return f"{len(gpus) or 'no'} GPU, nothing to prove"
+    if plan["runtime"] != "native":
+        return "peer access is not proved by this play for containers; see docs/peer-access.md"
+    return "would be tested" if is_check else None
+
+
 Runner = Callable[[list[str]], dict]
 
 
@@ -304,7 +314,10 @@ def run_program(python: Path, checkout: Path, env: dict[str, str] | None = None)
 def look(
     run: Runner, store: Path, ranks: int, backend: str | None = None, again: bool = False
 ) -> tuple[dict, bool]:
-    """(report for `ranks` ranks on this host, whether it was kept); measured where none is kept."""
+    """(report for `ranks` ranks on this host, whether it was kept); measured where none is kept.
+
+    Raises HostError where the GPUs are too full to be tested.
+    """
     arguments = ["--ranks", str(ranks)]
     if backend is not None:
         arguments += ["--backend", backend]
@@ -313,5 +326,17 @@ def look(
     if kept is not None:
         return kept, True
     report = run(arguments)
+    _refuse_busy(report)
     keep(store, report)
     return report, False
+
+
+def _refuse_busy(report: dict) -> None:
+    """A test that found no memory has said nothing about peers, and must not be kept."""
+    for one in [*report["copies"], *report["collectives"]]:
+        detail = str(one.get("detail") or "")
+        if "out of memory" in detail.lower():
+            raise HostError(
+                f"peer access cannot be tested while the GPUs are full: {detail}.",
+                "Stop what runs there (nvidia-smi lists it), or deploy with peer_access: disable.",
+            )

@@ -20,6 +20,7 @@ RanksOption = Annotated[
 ReportOption = Annotated[
     Path | None, typer.Option("--report", help="Judge this report instead of measuring.")
 ]
+KeepFlag = Annotated[bool, typer.Option("--keep", help="Keep the given report in the store.")]
 AgainFlag = Annotated[bool, typer.Option("--again", help="Measure even where a report is kept.")]
 WantedOption = Annotated[str, typer.Option(help="verify, disable or force, as in a profile.")]
 BackendOption = Annotated[
@@ -36,12 +37,15 @@ def work(
     store: Path,
     venv: Path,
     checkout: Path | None,
+    keep: bool = False,
 ) -> tuple[int, dict, Callable[[Console], None]]:
     """(exit code, the verdict with its settings, how to show it). Raises HostError."""
     kept = False
     if report_file is not None:
         report = _read(report_file)
         count = ranks or report["ranks"]
+        if keep:
+            peers.keep(store, report)
     else:
         if checkout is None:
             raise HostError("there is no checkout here.", "Run exl3ctl from a checkout.")

@@ -5,6 +5,8 @@ Standard library only.
 
 from __future__ import annotations
 
+import json
+
 from . import gpupin, numa
 from .errors import HostError
 
@@ -53,6 +55,37 @@ def describe(
         "pins": _pins(facts, manual, measured, peer_access, runtime),
         "warnings": warnings,
     }
+
+
+def lines(picture: dict) -> list[str]:
+    """A picture in a few lines, for a playbook's output."""
+    out = []
+    for gpu in picture["gpus"]:
+        node = "unknown" if gpu["node"] is None else gpu["node"]
+        who = f"{gpu['source']}, {gpu['confidence']}"
+        out.append(f"GPU {gpu['index']} {gpu['bus_id']} {gpu['name']}: node {node} ({who})")
+        if gpu["fix"]:
+            out.append(f"  {gpu['why']}. {gpu['fix']}")
+    for pin in picture["pins"]:
+        if "error" in pin:
+            out.append(f"{pin['tp']} ranks: {pin['error']}")
+            continue
+        gpus = ",".join(str(n) for n in pin["indices"])
+        where = f"CPUs {pin['cpus']}" + (f", nodes {pin['mems']}" if pin["mems"] else "")
+        out.append(f"{pin['tp']} ranks: GPUs {gpus}, {pin['mode']}, {where}")
+    return [*(out or ["no GPU"]), *picture["warnings"]]
+
+
+def lasting(picture: dict) -> dict:
+    """A picture without sizes of memory, which some virtual machines change while they run."""
+    nodes = [{k: v for k, v in n.items() if k != "memory_gib"} for n in picture["nodes"]]
+    # What travels as JSON has text for keys and no tuples; only that can be compared.
+    return json.loads(json.dumps({**picture, "nodes": nodes}))
+
+
+def text(picture: dict | None) -> str:
+    """A picture for a diff; nothing where there is none."""
+    return "" if picture is None else json.dumps(picture, indent=1, sort_keys=True) + "\n"
 
 
 def _pins(

@@ -99,7 +99,16 @@ class Live:
             "schema": "exl3-plan/1",
             "instance": "tiny",
             "runtime": "native",
-            "model": {"dir": str(model), "served_name": "tiny"},
+            "profile": "cpu",
+            "release": None,
+            "container": None,
+            "recipe": {"name": "tiny", "path": "/nowhere", "sha256": "0" * 64},
+            "model": {
+                "source": {"kind": "path", "path": str(model)},
+                "quantize": None,
+                "dir": str(model),
+                "served_name": "tiny",
+            },
             "venv": {"dir": str(self.folder / "venv")},
             "serve": {
                 "argv": argv,
@@ -108,8 +117,8 @@ class Live:
                 "port": self.port,
                 "api_key_file": str(self.key_file),
             },
-            "pin": {"mode": "none", "numactl": []},
-            "fit": {"ok": True},
+            "pin": {"mode": "none", "cpus": "0", "mems": None, "nodes": [], "numactl": []},
+            "fit": {"ok": True, "needed_gib": 0.1, "available_gib": 1.0, "lines": []},
             "health": {
                 "ready_timeout_s": 240,
                 "stall_timeout_s": 120,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from exl3_plugin import loading, ops
+from exl3_plugin import loading, moe_selftest, ops
 from exl3_plugin.checkpoint import CheckpointError
 from exl3_plugin.experts import (
     DOWN,
@@ -32,6 +33,7 @@ from exl3_plugin.experts import (
     Activation,
     Arrangement,
     Kind,
+    Stored,
     arrange,
 )
 from exl3_plugin.format import MARKERS, TILE, bits_from_words
@@ -288,9 +290,29 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         for name in [name for name, _ in layer.named_parameters(recurse=False)]:
             if name not in keep:
                 delattr(layer, name)
+        record = self.config.record
+        # The truth is taken from the words as stored, so that a wrong order shows too.
+        test = self._prepare_test(layer) if record.self_test else None
         if layer.w13_trellis.is_cuda:
             to_strips(layer)
-        self.config.record.loaded(layer, self.prefix, "exl3")
+        if test is not None:
+            record.results.append(
+                moe_selftest.run(test, partial(multiply, layer), held.activation, held.dtype)
+            )
+        record.loaded(layer, self.prefix, "exl3")
+
+    def _prepare_test(self, layer: torch.nn.Module) -> moe_selftest.Prepared | None:
+        """Experts to test, unless a layer like this one was tested before."""
+        held: HeldExperts = layer.exl3
+        places = sorted({0, len(held.stored) - 1})
+        kinds = tuple(_kind(module) for place in places for module in held.stored[place])
+        sizes = (layer.w13_suh.shape, layer.w13_svh.shape, *held.sizes)
+        if ("experts", sizes, kinds) in self.config.record.tested:
+            return None
+        self.config.record.tested.add(("experts", sizes, kinds))
+        inner = slice(held.inner.begin, held.inner.begin + held.inner.size)
+        experts = {place: stored_expert(layer, place) for place in places}
+        return moe_selftest.prepare(self.prefix, experts, inner, held.sizes[2])
 
     def apply(
         self,
@@ -302,13 +324,27 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`x` `[tokens, hidden]` to this rank's part of the routed sum, in x's dtype."""
-        held: HeldExperts = layer.exl3
-        return torch.ops.exl3.moe(
-            x, topk_weights.float(), topk_ids, layer.expert_map, layer.w13_trellis, layer.w13_suh,
-            layer.w13_svh, layer.w2_trellis, layer.w2_suh, layer.w2_svh, layer.exl3_table,
-            held.arrangement.kinds, held.sizes, *held.activation.arguments,
+        return multiply(
+            layer, x, topk_weights.float(), topk_ids, layer.expert_map,
             layer.apply_router_weight_on_input,
         )  # fmt: skip
+
+
+def multiply(
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+) -> torch.Tensor:
+    """The op on a layer's experts; without a map, ids are places on this rank."""
+    held: HeldExperts = layer.exl3
+    return torch.ops.exl3.moe(
+        x, weights, ids, expert_map, layer.w13_trellis, layer.w13_suh, layer.w13_svh,
+        layer.w2_trellis, layer.w2_suh, layer.w2_svh, layer.exl3_table, held.arrangement.kinds,
+        held.sizes, *held.activation.arguments, weight_on_input,
+    )  # fmt: skip
 
 
 def _places(layer: torch.nn.Module, experts: int) -> dict[int, int]:
@@ -333,15 +369,28 @@ def matrix(layer: torch.nn.Module, place: int, projection: int) -> torch.Tensor:
     return trellis.data[first : first + outer * held.inner.loaded // TILE**2 * words]
 
 
+def stored_expert(layer: torch.nn.Module, place: int) -> tuple[Stored, ...]:
+    """Gate, up and down of one expert as views; their words must be in the stored order."""
+    held: HeldExperts = layer.exl3
+    found = []
+    for projection, module in enumerate(held.stored[place]):
+        inner, words = held.inner.loaded // TILE, _kind(module).words
+        shape = (inner, -1, words) if projection == DOWN else (-1, inner, words)
+        trellis = matrix(layer, place, projection).view(shape)
+        if projection == DOWN:
+            scales = layer.w2_suh.data[place], layer.w2_svh.data[place]
+        else:
+            scales = layer.w13_suh.data[place, projection], layer.w13_svh.data[place, projection]
+        found.append(Stored(trellis, *scales, module.codebook))
+    return tuple(found)
+
+
 def to_strips(layer: torch.nn.Module) -> None:
     """Bring every matrix into the order of the CUDA kernels, in place, one at a time."""
     held: HeldExperts = layer.exl3
-    for place, three in enumerate(held.stored):
-        for projection, module in enumerate(three):
-            flat = matrix(layer, place, projection)
-            inner, words = held.inner.loaded // TILE, _kind(module).words
-            shape = (inner, -1, words) if projection == DOWN else (-1, inner, words)
-            flat.copy_(ops.to_strips(flat.view(shape)))
+    for place in range(len(held.stored)):
+        for projection, stored in enumerate(stored_expert(layer, place)):
+            matrix(layer, place, projection).copy_(ops.to_strips(stored.trellis))
     held.strips = True
     del layer.w13_trellis.weight_loader, layer.w2_trellis.weight_loader
 

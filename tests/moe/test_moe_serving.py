@@ -62,7 +62,7 @@ def served(request, models, tmp_path_factory) -> tuple[str, dict, Path]:
         capture_output=True,
         text=True,
         timeout=900,
-        env=os.environ | {"EXL3_LOAD_REPORT": str(report)},
+        env=os.environ | {"EXL3_LOAD_REPORT": str(report), "EXL3_SELF_TEST": "1"},
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(arguments), done.stderr[-6000:]

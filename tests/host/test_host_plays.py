@@ -60,3 +60,28 @@ def test_preflight_blocks_on_an_old_driver(tmp_path: Path) -> None:
     assert "driver 580.126.09, 590 or newer is needed" in text
     assert "Install nvidia-driver-590 or newer" in text
     assert "blocked: driver; see the findings above" in text
+
+
+def test_every_command_of_the_page_runs(tmp_path: Path) -> None:
+    """docs/topology.md: what it tells people to type."""
+    page = (CHECKOUT / "docs/topology.md").read_text()
+    lines = [x for x in page.splitlines() if x.startswith(("scripts/exl3ctl", ".venv/bin"))]
+    assert len(lines) == 9
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"mode": "none", "cpus": "0", "mems": None, "numactl": []}))
+    names = {"PID": str(os.getpid()), "STORE/plans/NAME.json": str(plan)}
+    names |= {"host.json": str(tmp_path / "host.json")}
+    for line in lines:
+        words = [names.get(word, word) for word in line.split()]
+        if words[0] == ".venv/bin/ansible-playbook":
+            # The two plays have tests of their own.
+            assert (CHECKOUT / words[1]).is_file()
+            continue
+        if words[1] in ("topology", "preflight"):
+            words += ["--store", str(tmp_path)]
+        command = [sys.executable, "-m", "exl3_host.cli", *words[1:]]
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+        # There is no card that could be measured, and a preflight tells what this host is.
+        allowed = {0, 1} if words[1] == "preflight" or "--measure" in words else {0}
+        assert done.returncode in allowed, f"{line}\n{done.stdout}{done.stderr}"
+        assert "Traceback" not in done.stderr

@@ -129,6 +129,11 @@ def test_too_few_cpus_are_not_pinned(tmp_path: Path) -> None:
         ),
         ({"tp": 1, "wanted": ["GPU-77"]}, r"GPU GPU-77 is not in this host"),
         (
+            {"tp": 1, "wanted": [uuid(1)[:12]]},
+            r"is not in this host.\nName GPUs by their full UUID",
+        ),
+        ({"tp": 1, "wanted": ["MIG-1"]}, r"MIG-1 is a part of a GPU in MIG mode"),
+        (
             {"tp": 1, "wanted": [uuid(1)], "taken": (uuid(1),)},
             r"is already claimed by another instance",
         ),

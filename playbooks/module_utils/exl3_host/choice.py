@@ -64,8 +64,15 @@ def _candidates(
         lost = [u for u in wanted if u not in known]
         if lost:
             have = ", ".join(f"{g['uuid']} ({g['name']})" for g in gpus) or "none"
+            if lost[0].startswith("MIG-"):
+                raise HostError(
+                    f"{lost[0]} is a part of a GPU in MIG mode; a rank needs a whole GPU.",
+                    f"Name whole GPUs by their full UUID: {have}.",
+                )
             raise HostError(
-                f"GPU {lost[0]} is not in this host.", f"GPUs here: {have}.", missing=lost
+                f"GPU {lost[0]} is not in this host.",
+                f"Name GPUs by their full UUID: {have}.",
+                missing=lost,
             )
         claimed = [u for u in wanted if u in taken]
         if claimed:

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -203,3 +204,49 @@ def test_an_image_that_cannot_be_had_is_refused_before_anything_stops(site, clie
     assert done.returncode != 0
     assert f"offline, and image small@sha256:{'1' * 64} is not on this host" in said
     assert names(client, "running") == [old]
+
+
+def test_what_operators_run(site, client, tmp_path, docker_host):
+    """smoke, bench, ab_pin, calibrate, report: each as a playbook, on one container."""
+    site.write_recipe("a")
+    site.changed("deploy")
+    said = " ".join(site.play("smoke").stdout.split())
+    assert "asked 'What is the capital of France?' it says 'Paris.'" in said
+
+    few = ("-e", "exl3_bench_requests=3", "-e", "exl3_bench_output_tokens=8")
+    first = " ".join(site.play("bench", *few).stdout.split())
+    assert "0 of 3 failed; the first run of this configuration" in first
+    second = " ".join(site.play("bench", *few).stdout.split())
+    assert "tokens per second against" in second
+
+    once = {"exl3_ab_pin_starts": 1, "exl3_ab_pin_requests": 2, "exl3_ab_pin_output_tokens": 8}
+    done = site.play("ab_pin", "-e", json.dumps(once))
+    assert done.returncode == 0, done.stdout
+    choice = spec.read_json(site.store / "choices" / "little.json")
+    assert choice["mode"] in [row["mode"] for row in choice["rows"]]
+    assert {row["mode"] for row in choice["rows"]} | set(choice["skipped"]) == {
+        "none",
+        "container",
+        "per_rank",
+    }
+    # What won is what the next deploy plans.
+    assert site.changed("deploy") <= 1 and site.changed("deploy") == 0
+
+    said = " ".join(site.play("calibrate").stdout.split())
+    assert "no GPU here: CPU kernels are not calibrated" in said
+
+    assert site.play("report", "-e", f"exl3_report_dest={tmp_path}").returncode == 0
+    with tarfile.open(tmp_path / "exl3-report-localhost.tar.gz") as archive:
+        names = archive.getnames()
+    assert "exl3-report/run/little/spec.json" in names and "exl3-report/engine.json" in names
+
+
+def test_check_mode_shows_the_engines_settings_and_changes_none(site, tmp_path):
+    path = tmp_path / "daemon.json"
+    path.write_text('{"log-level": "warn"}\n')
+    wish = {"exl3_engine_daemon_json": {"features": {"cdi": True}}}
+    wish |= {"exl3_engine_daemon_path": str(path)}
+    done = site.play("deploy", "--tags", "engine", "--check", "--diff", "-e", json.dumps(wish))
+    assert done.returncode == 0 and '+    "cdi": true' in done.stdout, done.stdout
+    assert '   "log-level": "warn"' in done.stdout
+    assert path.read_text() == '{"log-level": "warn"}\n'

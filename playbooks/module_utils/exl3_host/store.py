@@ -30,7 +30,8 @@ __all__ = [
     "write_manifest",
 ]
 
-OWN_FOLDERS = ("jit", "learned", "logs", "models", "plans", "run", "sources")
+OWN_FOLDERS = ("bench", "calibration", "choices", "images", "jit", "learned", "logs", "models")
+OWN_FOLDERS += ("nodes", "peers", "plans", "reports", "run", "sources")
 
 
 def request_from_plan(plan: dict, store: Path, **options) -> Request:

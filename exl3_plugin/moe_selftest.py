@@ -76,7 +76,9 @@ def run(test: Prepared, multiply: Multiply, activation: Activation, dtype: torch
         ids = torch.tensor(places, dtype=torch.int32, device=device)
         ids = ids[torch.arange(rows, device=device) % len(places)][:, None]
         with torch.inference_mode():
-            got = multiply(x, torch.ones(rows, 1, device=device), ids).double()
+            # Models are loaded with another default dtype.
+            ones = torch.ones(rows, 1, dtype=torch.float32, device=device)
+            got = multiply(x, ones, ids).double()
         error = torch.zeros_like(got)
         for place in places:
             mine = ids[:, 0] == place

@@ -74,7 +74,10 @@ def _put(path: Path, text: str) -> None:
 
 @dataclass
 class GpuHost:
-    """A host by its nodes and GPUs. Memory of a node in MiB; siblings pairs a CPU with its twin."""
+    """A host by its nodes and GPUs; memory of a node in MiB.
+
+    The twin of CPU n is n + smt_offset, or its neighbour with smt_adjacent.
+    """
 
     nodes: dict[int, str]
     sockets: dict[int, int]
@@ -82,6 +85,7 @@ class GpuHost:
     names: list[str]
     topo: str | None = None
     smt_offset: int | None = None
+    smt_adjacent: bool = False
     offline: str = ""
     node_mib: dict[int, int] = field(default_factory=dict)
     default_mib: int = 262144
@@ -146,6 +150,8 @@ def write_gpu_host(root: Path, host: GpuHost) -> Path:
     half = host.smt_offset
 
     def siblings(cpu: int) -> str:
+        if host.smt_adjacent:
+            return cpu_lists.format_list(c for c in (cpu & ~1, cpu | 1) if c in node_of)
         if half is None:
             return str(cpu)
         pair = [c for c in (cpu % half, cpu % half + half) if c in node_of]

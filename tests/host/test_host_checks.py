@@ -232,6 +232,13 @@ def test_probes_that_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         measure.run(found, sys.executable, probe)
 
 
+def test_gpus_in_use_are_not_measured(tmp_path: Path) -> None:
+    question = "nvidia-smi --query-compute-apps=pid,process_name --format=csv,noheader"
+    runner = commands.replay({question: ok("4711, VLLM::Worker_TP0\n")})
+    with pytest.raises(HostError, match="in use by 4711, VLLM::Worker_TP0"):
+        measure.run(look(tmp_path, two_cards()), "python", "probe", runner=runner)
+
+
 def test_the_tool_is_quick(tmp_path: Path) -> None:
     host = known_host("f01")
     root = write_gpu_host(tmp_path, host)

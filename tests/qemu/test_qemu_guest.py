@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 
+import gpu_host
 import guest_image
 import pytest
+from gpu_host import PciDevice
 
 UNKNOWN = 2  # the GPU whose firmware says nothing
 MIB = 1 << 20
@@ -51,6 +55,32 @@ def test_facts_of_the_live_kernel(guest: dict) -> None:
     assert [d["root"] for d in devices] == ["pci0000:40", "pci0000:80", "pci0000:c0"]
     assert [b["address"] for b in devices[0]["bridges"]] == ["0000:40:00.0"]
     assert devices[1]["root_cpus"] == "8-15"
+
+
+def test_the_generator_makes_what_the_kernel_makes(guest: dict, tmp_path: Path) -> None:
+    """tests/host builds trees of hosts; here is the same host from both."""
+    described = gpu_host.GpuHost(
+        nodes={0: "0-2,4-7", 1: "8-15", 2: ""},
+        sockets={0: 0, 1: 1},
+        devices=[
+            PciDevice("0000:41:00.0", "pci0000:40", ["0000:40:00.0"], 0, root_cpus="0-7"),
+            PciDevice("0000:81:00.0", "pci0000:80", ["0000:80:00.0"], 1, root_cpus="8-15"),
+            PciDevice("0000:c1:00.0", "pci0000:c0", ["0000:c0:00.0"]),
+        ],
+        names=["NVIDIA Test"] * 3,
+        smt_adjacent=True,
+        offline="3",
+    )
+    made = json.loads(json.dumps(gpu_host.look(tmp_path, described)))
+    live = guest["facts"]
+    for key in ("online", "offline", "isolated", "packages", "cores", "siblings"):
+        assert made["cpus"][key] == live["cpus"][key], key
+    for mine, theirs in zip(made["numa"]["nodes"], live["numa"]["nodes"]):
+        for key in ("id", "cpus", "packages", "has_cpu", "has_memory"):
+            assert mine[key] == theirs[key], key
+    for mine, theirs in zip(made["gpus"], live["gpus"]):
+        for key in ("address", "numa_node", "bridges", "root"):
+            assert mine["pci"][key] == theirs["pci"][key], key
 
 
 def test_node_of_each_gpu(guest: dict) -> None:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from . import numa
+from . import commands, numa
 from .errors import HostError
 
 # Where a store keeps the result.
@@ -44,14 +44,16 @@ def run(
     seconds: float = 0.5,
     seed: int = 0,
     least_free_bytes: int = LEAST_FREE_BYTES,
+    runner: commands.Runner = commands.run_here,
 ) -> dict:
     """Measure every GPU on every CPU node; the samples for `decide`.
 
     {"samples": {uuid: {node: [sample]}}, "dropped": [text]}. A sample is {"latency_ns",
     "alone_gbs", "loaded_gbs"} of one repeat. One bound process per node stays up; repeats go round
     the nodes in a shuffled order, so that clocks and neighbours disturb all nodes alike.
-    Raises HostError where a probe fails or hangs.
+    Raises HostError where GPUs are in use, or a probe fails or hangs.
     """
+    _refuse_busy(runner)
     nodes, dropped = candidates(facts, least_free_bytes)
     if not nodes:
         raise HostError("No node has CPUs and enough free memory.", "; ".join(dropped))
@@ -233,6 +235,17 @@ def _by_socket(facts: dict, known: dict[int, list[dict]]) -> dict[tuple[int, ...
                 {k: median(known[n][i][k] for n in inside) for k in WEIGHTS} for i in range(rounds)
             ]
     return out
+
+
+def _refuse_busy(runner: commands.Runner) -> None:
+    """Another process's copies would be measured as ours."""
+    question = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+    answer = runner(question)
+    users = [line.strip() for line in answer.out.splitlines() if line[:1].isdigit()]
+    if answer.ok and users:
+        raise HostError(
+            f"The GPUs are in use by {'; '.join(users)}.", "Measure while no server runs."
+        )
 
 
 def _ask(process: subprocess.Popen, node: int) -> dict:

@@ -50,7 +50,7 @@ def test_a_changed_word_is_found(what):
         values[5] ^= 1 << 9
     else:
         values.view(-1)[5] *= 2
-    with pytest.raises(SelfTestError, match="layer is wrong with .* rows for experts at places 0"):
+    with pytest.raises(SelfTestError, match=r"layer is wrong with .* rows for experts at places 0"):
         moe_selftest.run(test, multiply, activation, torch.bfloat16)
 
 

@@ -123,7 +123,7 @@ def test_vllm_in_a_container_from_first_deploy_to_teardown(
         assert requests.asked > 20 and requests.lost == []
         assert names(cpu_engine) == [first] and site.complete() == answer
 
-        site.write_recipe(128)
+        site.write_recipe(512)
         never = ("-e", "exl3_instance_rehearsal=never")
         assert timed("upgrade", "upgrade", *never) == 2
         assert site.complete() == answer and names(cpu_engine, "running") != [first]

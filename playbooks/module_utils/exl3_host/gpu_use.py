@@ -76,6 +76,32 @@ def refuse_foreign(gpus: list[str], own: list[int]) -> None:
         )
 
 
+def require_cdi(gpus: list[str]) -> None:
+    """Raise HostError where the toolkit's list of CDI devices lacks one of these GPUs.
+
+    The engine's own words for it ("unresolvable CDI devices") come late and name no way out.
+    """
+    program = shutil.which("nvidia-ctk")
+    if not gpus:
+        return
+    if program is None:
+        raise HostError(
+            "nvidia-ctk is not there, so no GPU can be handed to a container.",
+            "Install NVIDIA's container toolkit (exl3_engine_gpus: true).",
+        )
+    done = subprocess.run(
+        [program, "cdi", "list"], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S
+    )
+    missing = [uuid for uuid in gpus if f"nvidia.com/gpu={uuid}" not in done.stdout.split()]
+    if missing:
+        raise HostError(
+            f"the list of CDI devices has no {', '.join(missing)}: it is missing, or older than "
+            "the driver.",
+            "Run: systemctl restart nvidia-cdi-refresh (or nvidia-ctk cdi generate "
+            "--output=/var/run/cdi/nvidia.yaml), then nvidia-ctk cdi list.",
+        )
+
+
 def wait_free(gpus: list[str], left: list[int], timeout_s: float = FREE_WAIT_S) -> list[Holder]:
     """Wait until none of the processes `left`, nor one that is gone, holds these GPUs."""
     deadline = time.monotonic() + timeout_s

@@ -64,6 +64,7 @@ def validate(plan: dict, spec: dict, paths: Paths, is_check: bool) -> None:
         engine = engine_of(spec)
         containers.check(engine, spec, spec["container"])
         containers.require_image(engine, spec["container"]["image"])
+        gpu_use.require_cdi(gpus_of(spec))
         gpu_use.refuse_foreign(gpus_of(spec), mine)
         return
     program = spec["argv"][0]

@@ -14,7 +14,7 @@ HOME = Path(os.environ.get("EXL3_IMAGE_HOME", "/opt/exl3"))
 
 
 class Refusal(Exception):
-    """The container cannot do what was asked for: one line that says what was found and what to do."""
+    """What was asked for cannot be done: one line with what was found and what to do."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())

@@ -32,7 +32,7 @@ def architectures(text: str) -> list[Code]:
 
 
 def runs_on(codes: list[Code], capability: int) -> bool:
-    """Whether any of the code runs on a card: own and earlier minors as cubin, any earlier as PTX."""
+    """Whether any code runs on a card: own and earlier minors as cubin, any earlier as PTX."""
     return any(
         code.capability <= capability and (code.is_ptx or code.capability // 10 == capability // 10)
         for code in codes
@@ -50,7 +50,7 @@ def load(name: str) -> Any:
 
 
 def build() -> dict:
-    """build.json (see generate.py for its shape) and the commit, which is the image's own setting."""
+    """build.json (generate.py tells its shape) and the commit, which is a setting of the image."""
     return {**load("build.json"), "revision": os.environ.get("EXL3_REVISION", "unknown")}
 
 

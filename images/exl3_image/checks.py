@@ -23,8 +23,8 @@ def cards(build: dict, sight: Sight, ranks: int) -> tuple[Card, ...]:
         return ()
     if not sight.cards:
         raise Refusal(
-            f"no GPU: this is the {build['flavour']} image and {sight.why_none}. Start the container "
-            "with --gpus all, or with CDI --device nvidia.com/gpu=all."
+            f"no GPU: this is the {build['flavour']} image and {sight.why_none}. Start the "
+            "container with --gpus all, or with CDI --device nvidia.com/gpu=all."
         )
     if len(sight.cards) < ranks:
         raise Refusal(
@@ -66,8 +66,8 @@ def right_image(build: dict, card: Card) -> None:
     other = about.image_for(card.capability, build["images"])
     use = f"use the {other} image" if other else "there is no image for it"
     raise Refusal(
-        f"wrong image: GPU {card.index} is a {card.name} (sm {card.sm}) and this image holds kernels "
-        f"for {build['architectures']}: {use}."
+        f"wrong image: GPU {card.index} is a {card.name} (sm {card.sm}) and this image holds "
+        f"kernels for {build['architectures']}: {use}."
     )
 
 
@@ -108,8 +108,8 @@ def shared_memory(ranks: int, wanted_gib: int | None = None, shm: Path = Path("/
     need_mib = max(SHM_PER_RANK_MIB * ranks, 1024 * (wanted_gib or 0))
     if total_mib < need_mib:
         raise Refusal(
-            f"/dev/shm has {total_mib} MiB and {ranks} ranks need {need_mib} MiB: start the container "
-            f"with --shm-size {max(1, -(-need_mib // 1024))}g."
+            f"/dev/shm has {total_mib} MiB and {ranks} ranks need {need_mib} MiB: start the "
+            f"container with --shm-size {max(1, -(-need_mib // 1024))}g."
         )
 
 
@@ -139,8 +139,8 @@ def model_class(build: dict, config: dict, folder: Path) -> None:
     close = difflib.get_close_matches(named[0], known, 1) if named else []
     hint = f" The closest it knows is {close[0]}." if close else ""
     raise Refusal(
-        f"this image cannot serve {folder}: it is a {' or '.join(named) or 'nameless class'}, which "
-        f"vLLM {build['vllm']} does not know.{hint}"
+        f"this image cannot serve {folder}: it is a {' or '.join(named) or 'nameless class'}, "
+        f"which vLLM {build['vllm']} does not know.{hint}"
     )
 
 
@@ -154,8 +154,8 @@ def arguments(build: dict, argv: list[str]) -> None:
         name = match[1].replace("_", "-").partition(".")[0]
         if name == "api-key":
             raise Refusal(
-                "--api-key would show the key to everyone who may list processes: mount it as a file "
-                "and name that in VLLM_API_KEY_FILE."
+                "--api-key would show the key to everyone who may list processes: mount it as a "
+                "file and name that in VLLM_API_KEY_FILE."
             )
         positive = name.removeprefix("no-")
         if name in known or (positive in known and known[positive].get("negative")):

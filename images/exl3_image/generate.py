@@ -54,7 +54,7 @@ def models() -> None:
 
 
 def libraries(checks: Path) -> tuple[list[str], str]:
-    """(architectures inside, hash over our libraries). Ends the build where one is missing or extra."""
+    """(architectures inside, hash over our libraries). Ends the build where they are not right."""
     sys.path.insert(0, str(checks))
     import cubins
 
@@ -130,8 +130,8 @@ def budget(mb: int) -> None:
     print(f"size: {found:.0f} MB, budget {mb} MB")
     if found > GROWTH * mb:
         sys.exit(
-            f"the image holds {found:.0f} MB, more than 5 % over its budget of {mb} MB: find what grew "
-            "(docs/images.md, size), or raise BUDGET_MB in images/versions.json and say why"
+            f"the image holds {found:.0f} MB, more than 5 % over its budget of {mb} MB: find what "
+            "grew (docs/images.md, size), or raise BUDGET_MB in images/versions.json and say why"
         )
 
 

@@ -27,9 +27,8 @@ def main() -> int:
         connection.request("GET", "/health")
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
-        print(
-            f"{endpoint['host']}:{endpoint['port']} does not answer: {type(error).__name__}: {error}"
-        )
+        address = f"{endpoint['host']}:{endpoint['port']}"
+        print(f"{address} does not answer: {type(error).__name__}: {error}")
         return 1
     finally:
         connection.close()

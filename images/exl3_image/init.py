@@ -1,5 +1,5 @@
-"""The first process of the container: starts the server, passes signals on, reaps, and ends with its
-exit status.
+"""The first process of the container: starts the server, passes signals on, reaps orphans, and ends
+with the server's exit status.
 
   python3 -I -S init.py PROGRAM [ARGUMENT...]
 
@@ -10,6 +10,7 @@ stays for as long as the server does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -32,10 +33,8 @@ def main(argv: list[str]) -> int:
             os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
     def pass_on(number: int, _frame: object) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
-        except ProcessLookupError:
-            pass
 
     for number in wanted:
         signal.signal(number, pass_on)

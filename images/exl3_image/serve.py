@@ -1,4 +1,4 @@
-"""`serve RECIPE` and plain `vllm serve ...`: from arguments to the command and environment of a server.
+"""`serve RECIPE` and plain `vllm serve ...`: the command and environment of a server.
 
 Nothing here is a string that a shell would read: a recipe holds maps, and what runs is a list.
 """
@@ -162,15 +162,15 @@ def needs(loaded: object, build: dict) -> None:
             fits = build[name] == text
         if not fits:
             raise Refusal(
-                f"recipe {loaded.recipe.name} needs {name} {text}, and this image has {build[name]}: "
-                "use the image that the recipe names."
+                f"recipe {loaded.recipe.name} needs {name} {text}, and this image has "
+                f"{build[name]}: use the image that the recipe names."
             )
     known = about.load("models.json")["architectures"]
     lacking = [name for name in wanted.model_classes if name not in known]
     if lacking:
         raise Refusal(
-            f"recipe {loaded.recipe.name} needs {', '.join(lacking)}, which vLLM {build['vllm']} of "
-            "this image does not know."
+            f"recipe {loaded.recipe.name} needs {', '.join(lacking)}, which vLLM {build['vllm']} "
+            "of this image does not know."
         )
     lacking = [name for name in wanted.extras if name not in build["extras"]]
     if lacking:
@@ -187,7 +187,8 @@ def choose_gpu_profile(loaded: object, wanted: str | None, sight: cards.Sight) -
     profiles = {n: p for n, p in loaded.recipe.profiles.items() if isinstance(p, GpuProfile)}
     if wanted is not None and wanted not in profiles:
         raise Refusal(
-            f"recipe {loaded.recipe.name} has no GPU profile '{wanted}'; it has {', '.join(profiles)}."
+            f"recipe {loaded.recipe.name} has no GPU profile '{wanted}'; it has "
+            f"{', '.join(profiles)}."
         )
     if wanted is not None or not sight.cards:
         return wanted or next(iter(profiles))
@@ -260,12 +261,13 @@ def gpu_server(loaded: object, options: argparse.Namespace, name: str) -> Server
 
 
 def key_file() -> str:
-    """The file that holds the API key. Raises Refusal where the recipe wants one and none is there."""
+    """The file that holds the API key that a recipe wants. Raises Refusal where there is none."""
     variable, default = SECRETS["VLLM_API_KEY"]
     place = os.environ.get(variable, default)
     if not Path(place).is_file():
         raise Refusal(
-            f"the recipe wants an API key and {place} is no file: mount one and name it in {variable}."
+            f"the recipe wants an API key and {place} is no file: mount one and name it in "
+            f"{variable}."
         )
     return place
 
@@ -288,8 +290,8 @@ def secrets(environ: dict[str, str]) -> dict[str, str]:
 
 
 def caches(build: dict, used: tuple[cards.Card, ...]) -> dict[str, str]:
-    """Where compiled code goes: one folder per image and kind of card, so that an upgrade or another
-    card never meets code that was made for something else.
+    """Where compiled code goes: one folder per image and kind of card, so that an upgrade or
+    another card never meets code that was made for something else.
     """
     card = used[0].name.lower().replace(" ", "-") if used else "cpu"
     root = cache_root() / f"{build['key']}-{card}"

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # A Debian root for aarch64 that this x86_64 machine runs through qemu's user emulation.
 #
-#   scripts/lib/arm64_root.sh make DIR           Debian, Python, torch, pytest below DIR (once)
-#   scripts/lib/arm64_root.sh run DIR CMD...     run a command in it; the checkout is at /checkout
+#   scripts/lib/arm64_root.sh make DIR              Debian's Python, torch and pytest below DIR (once)
+#   scripts/lib/arm64_root.sh install DIR WHEEL     unpack our wheel in it
+#   scripts/lib/arm64_root.sh run DIR CMD...        run a command in it, in /suite, where the tests and
+#                                                   csrc of the checkout are; reference data in /data
 #
-# Needs root. Registers qemu-aarch64-static with the kernel's binfmt_misc where nobody has. Wheels are
-# unpacked by this machine's pip, so only the tests themselves run emulated. torch is the oldest that
-# our wheel supports: its aarch64 wheel is a CPU build of 146 MB, later ones bring CUDA.
+# Needs root. Registers qemu-aarch64-static with the kernel's binfmt_misc where nobody has. Packages
+# and wheels are only unpacked, by this machine, so nothing but the tests themselves runs emulated.
+# torch is the oldest that our wheel supports: its aarch64 wheel is a CPU build of 146 MB, later ones
+# bring CUDA.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-[ $# -ge 2 ] || die "usage: arm64_root.sh make DIR | run DIR CMD..."
+[ $# -ge 2 ] || die "usage: arm64_root.sh make DIR | install DIR WHEEL | run DIR CMD..."
 action=$1
 dir=$(realpath -m "$2")
 shift 2
@@ -43,9 +46,14 @@ make_root() {
   command -v debootstrap > /dev/null || apt_install debootstrap
   rm -rf "$dir"
   mkdir -p "$dir"
-  say "debootstrap of an arm64 root in $dir (about two minutes)"
-  debootstrap --arch=arm64 --variant=minbase --include=python3 bookworm "$dir" > "$dir.log" 2>&1 ||
+  say "unpacking Debian's packages for arm64 into $dir"
+  debootstrap --foreign --arch=arm64 --variant=minbase --include=python3 bookworm "$dir" \
+    > "$dir.log" 2>&1 ||
     { tail -n 20 "$dir.log" >&2 && die "debootstrap failed; $dir.log has the rest"; }
+  local package
+  for package in "$dir"/var/cache/apt/archives/*.deb; do
+    dpkg-deb -x "$package" "$dir"
+  done
   say "unpacking torch and pytest, ${#wheels[@]} wheels in all, for aarch64 (160 MB)"
   local python=$venv/bin/python
   [ -x "$python" ] || python=$(find_python)
@@ -55,27 +63,36 @@ make_root() {
     --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 "${wheels[@]}" ||
     die "pip failed. Without network: set PIP_INDEX_URL to a mirror"
   rm -rf "$dir"/var/cache/apt/archives "$dir"/var/lib/apt/lists
-  mkdir -p "$dir/checkout"
+  mkdir -p "$dir"/suite/{tests,csrc} "$dir/data" "$dir/tmp"
   : > "$dir/.complete"
 }
 
 emulate
+[ "$action" = make ] || [ -e "$dir/.complete" ] || die "no finished root in $dir; make it first"
 case $action in
   make) make_root ;;
+  install)
+    [ $# -eq 1 ] && [ -f "$1" ] || die "install needs a wheel"
+    rm -rf "$dir/opt/exl3"
+    python3 -m zipfile -e "$1" "$dir/opt/exl3"
+    ;;
   run)
-    [ -e "$dir/.complete" ] || die "there is no finished root in $dir; make it first"
+    data=${EXL3_TEST_DATA:-$checkout/../shared/data}
+    [ -d "$data" ] || data=$dir/data
     # shellcheck disable=SC2016  # the inner shell expands its own arguments
-    # A mount namespace of its own: what is mounted here ends with the command.
+    # What is mounted in a mount namespace ends with the command.
     exec unshare --mount --propagation private bash -euc '
       mount --rbind /proc "$1/proc"
       mount --rbind /dev "$1/dev"
-      mount --bind "$2" "$1/checkout"
-      cd /
+      mount --bind "$2/tests" "$1/suite/tests"
+      mount --bind "$2/csrc" "$1/suite/csrc"
+      mount --bind "$3" "$1/data"
       root=$1
-      shift 2
-      exec chroot "$root" /usr/bin/env -i PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8 \
-        PYTHONPATH=/opt/site PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 "$@"' \
-      arm64_root "$dir" "$checkout" "$@"
+      shift 3
+      exec chroot "$root" /usr/bin/env -i -C /suite PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8 \
+        PYTHONPATH=/opt/site:/opt/exl3 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 \
+        EXL3_TEST_DATA=/data "$@"' \
+      arm64_root "$dir" "$checkout" "$data" "$@"
     ;;
   *) die "unknown action $action" ;;
 esac

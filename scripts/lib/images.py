@@ -41,7 +41,7 @@ class BuildError(RuntimeError):
 def source_hash(checkout: Path = CHECKOUT) -> str:
     """SHA-256 over the kernels' sources, as csrc/source_hash.cmake compiles it in."""
     listed = (checkout / "csrc" / "source_hash.cmake").read_text()
-    globs = re.findall(r"\$\{ROOT\}/(csrc/[\w*/]+)", listed)
+    globs = re.findall(r"\$\{ROOT\}/(csrc/[\w*/.]+)", listed)
     files = sorted({str(path.relative_to(checkout)) for g in globs for path in checkout.glob(g)})
     lines = [
         f"{name} {hashlib.sha256((checkout / name).read_bytes()).hexdigest()}\n"

@@ -116,8 +116,9 @@ def test_when_a_rank_dies_all_stop(group, victim):
     assert f"host {victim} stops: the rank of host {victim}" in group.log(1 - victim)
 
 
-def test_a_host_that_freezes_is_given_up(group, monkeypatch):
-    """No packet says that a host has stood still; missing beats do."""
+@pytest.fixture
+def impatient(monkeypatch):
+    """Guards that give up after three seconds instead of twenty."""
     program = (
         "import sys; from exl3_host import rank_guard as g; g.LOST_S = 3.0; sys.exit(g.main())"
     )
@@ -127,6 +128,10 @@ def test_a_host_that_freezes_is_given_up(group, monkeypatch):
         return honest([argv[0], "-c", program, *argv[3:]], **named)
 
     monkeypatch.setattr(subprocess, "Popen", quicker)
+
+
+def test_a_host_that_freezes_is_given_up(group, impatient):
+    """No packet says that a host has stood still; missing beats do."""
     group.start(0)
     group.start(1)
     worker = group.child(1)
@@ -138,6 +143,18 @@ def test_a_host_that_freezes_is_given_up(group, monkeypatch):
         os.kill(group.running[0].pid, signal.SIGCONT)
     assert "host 0 has not been heard for 3 s" in group.log(1) and gone(worker)
     assert group.ended(0) == 1
+
+
+def test_a_stranger_who_says_nothing(group, impatient):
+    group.start(0)
+    group.until(0, "waiting for 1 host")
+    with socket.create_connection(("127.0.0.1", group.meet), timeout=5) as link:
+        link.settimeout(10)
+        while link.recv(100):
+            pass  # beats, until the head hangs up
+    assert group.running[0].poll() is None
+    group.start(1)
+    assert group.child(0) and group.child(1)
 
 
 def test_stopped_on_request_takes_the_others_along(group):

@@ -312,9 +312,11 @@ class Guard:
         if now - self.last_beat > BEAT_S:
             self.last_beat = now
             self._tell_all(kind="beat")
-        for peer in self.peers:
-            if now - peer.heard > LOST_S:
+        for peer in [one for one in self.peers if now - one.heard > LOST_S]:
+            if peer.rank is not None:
                 raise Stop(f"{peer} has not been heard for {LOST_S:.0f} s")
+            # Somebody who connected before the start and says nothing is none of ours.
+            self._forget(peer)
         if self.child is not None and (code := self.child.poll()) is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
             raise Stop(f"the rank of host {self.options.rank} {how}")

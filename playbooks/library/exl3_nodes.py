@@ -18,7 +18,10 @@ options:
     description: "What M(exl3_plan) made here; empty in check mode before there is a venv."}
   chosen: {type: dict, required: true, description: "The link of every host, the head first."}
   host: {type: str, required: true, description: "Name of this host in C(chosen)."}
-  port: {type: int, default: 29600, description: "Where the guards meet on the head."}
+  port: {type: int, default: 29600,
+    description: "Where the guards of the first instance meet on the head."}
+  index: {type: int, default: 0,
+    description: "Which instance this is; each takes two ports, for its guards and for vLLM."}
   store: {type: path, required: true, description: "The store."}
 """
 
@@ -49,6 +52,7 @@ def main() -> None:
             "chosen": {"type": "dict", "required": True},
             "host": {"type": "str", "required": True},
             "port": {"type": "int", "default": nodes.MEET_PORT},
+            "index": {"type": "int", "default": 0},
             "store": {"type": "path", "required": True},
         },
         supports_check_mode=True,
@@ -63,7 +67,7 @@ def main() -> None:
         hosts=len(names),
         link=chosen[host],
         head=chosen[names[0]]["address"],
-        meet_port=given["port"],
+        meet_port=given["port"] + 2 * given["index"],
     )
     try:
         files = nodes.folder_digest(Path(plan["model"]["dir"]))

@@ -52,7 +52,14 @@ def identity(backend: str, count: int) -> dict:
                 getattr(props, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")
             )
             address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-            found["devices"].append({"index": index, "name": props.name, "pci": address})
+            found["devices"].append(
+                {
+                    "index": index,
+                    "name": props.name,
+                    "pci": address,
+                    "memory_bytes": props.total_memory,
+                }
+            )
     else:
         found["devices"] = [
             {"index": index, "name": platform.processor() or platform.machine(), "pci": None}

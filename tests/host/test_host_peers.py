@@ -190,10 +190,41 @@ def test_measured_once(tmp_path):
         asked.append(arguments)
         return report()
 
-    assert peers.look(run, tmp_path, 2) == (report(), False)
-    assert peers.look(run, tmp_path, 2) == (report(), True)
-    assert peers.look(run, tmp_path, 2, again=True) == (report(), False)
+    kept = {**report(), "host": {"causes": []}}
+    assert peers.look(run, tmp_path, 2, root=tmp_path) == (kept, False)
+    assert peers.look(run, tmp_path, 2, root=tmp_path) == (kept, True)
+    assert peers.look(run, tmp_path, 2, again=True, root=tmp_path) == (kept, False)
     assert [one[-1] for one in asked] == ["--identity", "2"] + ["--identity"] * 2 + ["2"]
+
+
+def pci_device(root, address: str, iommu: str, bar1_mib: int) -> None:
+    """A PCI function as sysfs shows it: BAR0 of 16 MiB, BAR1, and its IOMMU group."""
+    folder = root / "sys/bus/pci/devices" / address
+    (folder / "iommu_group").mkdir(parents=True)
+    (folder / "iommu_group/type").write_text(iommu + "\n")
+    start, size = 0x38000000000, bar1_mib << 20
+    lines = [f"0x{0xF0000000:016x} 0x{0xF0FFFFFF:016x} 0x{0x40200:016x}"]
+    lines.append(f"0x{start:016x} 0x{start + size - 1:016x} 0x{0x14220C:016x}")
+    (folder / "resource").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("iommu", "bar1_mib", "wanted"),
+    [
+        ("DMA-FQ", 131072, ["IOMMU translates for 0000:01:00.0 (DMA-FQ): boot with iommu=pt"]),
+        ("identity", 256, ["BAR1 of 0000:02:00.0 shows 256 MiB of 97887 MiB: switch on resizable"]),
+        ("identity", 131072, ["Usual causes: an IOMMU that translates"]),
+    ],
+)
+def test_the_cause_is_looked_for(tmp_path, iommu, bar1_mib, wanted):
+    """club-3090#873: topo says OK and the copies hang, since BAR1 shows a part of the memory."""
+    made = with_collective("hung", "rank 0, all-reduce of 4096 bytes: no answer")
+    for one in made["devices"]:
+        one["memory_bytes"] = 97887 << 20
+        pci_device(tmp_path, one["pci"], iommu, bar1_mib)
+    found, _ = peers.look(lambda arguments: made, tmp_path, 2, root=tmp_path)
+    (warning,) = peers.decide(found, 2).warnings
+    assert all(text in warning for text in wanted), warning
 
 
 def test_full_gpus_prove_nothing(tmp_path):

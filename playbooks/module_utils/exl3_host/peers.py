@@ -124,14 +124,14 @@ def _first_match(
         return "veto", "the driver grants none for at least one pair; host memory carries it", []
     bad = [one for one in report["copies"] if one["state"] != "moves"]
     if bad:
-        return "veto", f"granted and not kept: {_copy(bad[0])}", [_distrust(ranks)]
+        return "veto", f"granted and not kept: {_copy(bad[0])}", [_distrust(ranks, report)]
     proved = _row(report, "on")
     if proved is None or not report["copies"]:
         missing = "all-reduce" if proved is None else "copy between two devices"
         return "veto", f"nothing is proved: the report holds no {missing}", []
     if proved["state"] != "right":
         said = f"granted and not kept: the all-reduce of {ranks} ranks was {proved['state']}"
-        return "veto", f"{said} ({proved['detail']})", [_distrust(ranks)]
+        return "veto", f"{said} ({proved['detail']})", [_distrust(ranks, report)]
     speed = _speed(proved)
     return "use", f"every pair moved its bytes and {ranks} ranks summed right{speed}", []
 
@@ -174,12 +174,56 @@ def _other_count(tested: int, ranks: int) -> str:
     return f"nothing is proved at {ranks} ranks: the test ran with {tested}"
 
 
-def _distrust(ranks: int) -> str:
+def _distrust(ranks: int, report: dict) -> str:
+    said = f"The driver grants peer access and {ranks} GPUs cannot use it."
+    after = "Until that is cured host memory carries the traffic."
+    causes = (report.get("host") or {}).get("causes")
+    if causes:
+        return " ".join([said, *causes, after])
     return (
-        f"The driver grants peer access and {ranks} GPUs cannot use it. Usual causes: an IOMMU "
-        "that translates (iommu=pt, or off in the firmware), ACS redirection at a PCIe bridge, a "
-        "BAR1 smaller than the card's memory. Until that is cured host memory carries the traffic."
+        f"{said} Usual causes: an IOMMU that translates (iommu=pt, or off in the firmware), ACS "
+        f"redirection at a PCIe bridge, a BAR1 smaller than the card's memory. {after}"
     )
+
+
+def surroundings(root: Path, devices: list[dict]) -> dict:
+    """What of this host may stand between its GPUs: `{causes: [sentence]}`, read from sysfs.
+
+    devices: those of a report. A translating IOMMU sends peer traffic to the root complex and back,
+    and a BAR1 that shows a part of the card's memory lets others reach that part alone.
+    """
+    causes = []
+    for one in devices:
+        folder = root / "sys/bus/pci/devices" / str(one["pci"])
+        kind = _read(folder / "iommu_group/type")
+        if kind.startswith("DMA"):
+            causes.append(
+                f"The IOMMU translates for {one['pci']} ({kind}): boot with iommu=pt, or switch it "
+                "off in the firmware."
+            )
+        bar1, memory = _bar1_bytes(_read(folder / "resource")), one.get("memory_bytes")
+        if bar1 and memory and bar1 < memory:
+            causes.append(
+                f"BAR1 of {one['pci']} shows {bar1 >> 20} MiB of {memory >> 20} MiB: switch on "
+                "resizable BAR and above-4G decoding in the firmware."
+            )
+    return {"causes": causes}
+
+
+def _bar1_bytes(resource: str) -> int | None:
+    """Size of the second region of a PCI device; the kernel's file has start, end and flags."""
+    lines = resource.splitlines()
+    if len(lines) < 2:
+        return None
+    start, end = (int(word, 16) for word in lines[1].split()[:2])
+    return end - start + 1 if end else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _copy(one: dict) -> str:
@@ -312,7 +356,12 @@ def run_program(python: Path, checkout: Path, env: dict[str, str] | None = None)
 
 
 def look(
-    run: Runner, store: Path, ranks: int, backend: str | None = None, again: bool = False
+    run: Runner,
+    store: Path,
+    ranks: int,
+    backend: str | None = None,
+    again: bool = False,
+    root: Path = Path("/"),
 ) -> tuple[dict, bool]:
     """(report for `ranks` ranks on this host, whether it was kept); measured where none is kept.
 
@@ -327,6 +376,7 @@ def look(
         return kept, True
     report = run(arguments)
     _refuse_busy(report)
+    report["host"] = surroundings(root, report["devices"])
     keep(store, report)
     return report, False
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ MoeItem moe_item(const MoeGemmParams& p, int item) {
 // both are one product.
 struct MoeUnits {
   int item_steps;
-  int64_t total;
+  int total;      // the host has seen to it that 32 bits are enough
   int positions;  // thread blocks that get some
 
   template <class C>
@@ -41,12 +41,11 @@ struct MoeUnits {
     MoeUnits u;
     u.item_steps = p.k / 16 * (p.pair ? 2 : 1);
     const int items = __ldcg(p.list_count) * p.strips;
-    u.total = int64_t{items} * u.item_steps;
+    u.total = items * u.item_steps;
     // Each group of warps shall find a step, and a block of outputs not fall into too many parts.
-    const int64_t most =
-        p.whole_strips ? items
-                       : min(u.total / C::kGroups, int64_t{items} * (C::kRows <= 16 ? 12 : 6));
-    u.positions = static_cast<int>(min(int64_t{p.positions}, most));
+    const int most =
+        p.whole_strips ? items : min(u.total / C::kGroups, items * (C::kRows <= 16 ? 12 : 6));
+    u.positions = min(p.positions, most);
     return u;
   }
   __device__ __forceinline__ int begin(const MoeGemmParams& p, int position) const {

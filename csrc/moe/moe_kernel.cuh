@@ -144,11 +144,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
   const LaneState<C> state(lane, part);
   int slot = 0;
   Accumulators<C> acc;
-  float z[C::kWarpRows][4] = {};
   [[maybe_unused]] float kept_gate[kKeepGate<C> ? C::kWarpRows : 1][4];
-  // Partial sums of single products and of gate, of up, and what owners set aside of gate.
-  const int64_t half = int64_t{p.positions} * (C::kRows * 128);
-  float *const partials = p.partials, *const aside = p.partials + 2 * half;
 
 #pragma unroll 1
   for (int begin = range.begin; begin < range.end;) {
@@ -211,6 +207,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
 
     // Looked up only now: the main loop has no registers for it.
     const MoeItem item = moe_item<C>(p, item_index);
+    float z[C::kWarpRows][4] = {};
     for_constant<C::kRows / C::kChunkRows>([&](auto index) {
       constexpr int kChunk = decltype(index)::value * C::kChunkRows;
       if (kChunk >= item.rows) return;
@@ -220,6 +217,9 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
       collect_sums<C, kChunk>(sums, z, warp, lane);
     });
 
+    // Partial sums of single products and of gate, of up, and what owners set aside of gate.
+    const int64_t half = int64_t{p.positions} * (C::kRows * 128);
+    float *const partials = p.partials, *const aside = p.partials + 2 * half;
     // Where this block begins within the item: it may have steps of gate, of up or of both.
     const int own_begin = max(range.begin, item_begin), middle = item_begin + steps_of_matrix;
     const bool owner = own_begin == item_begin;
@@ -276,9 +276,12 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
           for (int j = 0; j < 4; ++j) gate[i][j] = kept_gate[i][j];
         } else {
           // This thread's own stores.
-          const int row = min(warp + C::kWarps * i, item.rows - 1);
-          const float4 v = *reinterpret_cast<const float4*>(
-              aside + (int64_t{position} * C::kRows + row) * 128 + 4 * lane);
+          const int row = warp + C::kWarps * i;
+          float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (row < item.rows) {
+            v = *reinterpret_cast<const float4*>(
+                aside + (int64_t{position} * C::kRows + row) * 128 + 4 * lane);
+          }
           gate[i][0] = v.x, gate[i][1] = v.y, gate[i][2] = v.z, gate[i][3] = v.w;
         }
       }

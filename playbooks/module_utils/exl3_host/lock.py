@@ -159,7 +159,13 @@ def lock_hub(
         raise HostError(
             f"{repo} does not exist, or is private.", "Correct model.repo, or give --token-file."
         ) from None
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:
+        # The client's transport (httpx, httpx2, requests) has errors of its own.
+        transport = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
+        if isinstance(error, HostError) or not (
+            transport or isinstance(error, HfHubHTTPError | OSError)
+        ):
+            raise
         raise HostError(
             f"The Hub could not be asked about {repo}: {_first_line(error)}.",
             "Connect this machine, or lock a folder with --folder DIR.",

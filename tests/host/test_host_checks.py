@@ -183,6 +183,8 @@ def test_what_you_know_is_taken_from_the_command_line(tmp_path: Path) -> None:
     code, text = invoke("topology", "--json", "--from", str(file), "--gpu-nodes", '{"GPU-x": 0}')
     assert code == 1 and "names the GPU GPU-x" in json.loads(text)["error"]
     assert invoke("topology", "--gpu-nodes", "[1]")[0] == 2
+    assert invoke("topology", "--from", str(file), "--measure")[0] == 2
+    assert invoke("topology", "--runtime", "podman")[0] == 2
 
 
 def test_a_capture_holds_no_identifier(tmp_path: Path, fake_smi: Path) -> None:  # noqa: F811

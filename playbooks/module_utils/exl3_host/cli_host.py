@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,14 @@ from rich.console import Console
 from . import capture, checks, commands, draw, measure, outcome, proof, topology
 from . import facts as host_facts
 from .errors import HostError
+
+
+class Runtime(str, Enum):
+    """How a server runs: in a container, or in a venv."""
+
+    docker = "docker"
+    native = "native"
+
 
 NodesOption = Annotated[
     str | None,
@@ -26,6 +35,7 @@ FromOption = Annotated[
 SaveOption = Annotated[
     Path | None, typer.Option("--save", help="Write a capture of this host, ids removed.")
 ]
+RuntimeOption = Annotated[Runtime, typer.Option(help="How servers run here.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -41,17 +51,19 @@ def register(app: typer.Typer) -> None:
         gpu_nodes: NodesOption = None,
         capture_file: FromOption = None,
         save: SaveOption = None,
-        runtime: Annotated[str, typer.Option(help="docker or native.")] = "docker",
+        runtime: RuntimeOption = Runtime.docker,
         store: Annotated[Path | None, typer.Option(help="Where measurements are kept.")] = None,
         seconds: Annotated[float, typer.Option(min=0.05, help="Length of loaded copies.")] = 0.5,
     ) -> None:
         """Nodes, GPUs, who says where each is, links, and the pin for each number of ranks."""
 
         def work() -> tuple[int, dict, Callable[[Console], None]]:
+            if measured and capture_file is not None:
+                raise typer.BadParameter("only this host can be measured", param_hint="--measure")
             manual = _map(gpu_nodes)
             found = _look(capture_file, save)
             known, raw = _measured(found, measured, outcome.store_dir(store), seconds)
-            answer = topology.describe(found, manual, known, runtime=runtime)
+            answer = topology.describe(found, manual, known, runtime=runtime.value)
             if raw is not None:
                 answer["measured"] = known
                 answer["samples"] = raw
@@ -63,7 +75,7 @@ def register(app: typer.Typer) -> None:
     def preflight_command(
         as_json: JsonFlag = False,
         store: Annotated[Path | None, typer.Option(help="Model store, for its disk.")] = None,
-        runtime: Annotated[str, typer.Option(help="docker or native.")] = "native",
+        runtime: RuntimeOption = Runtime.native,
         driver_min: Annotated[str | None, typer.Option(help="Oldest driver that will do.")] = None,
         strict: Annotated[bool, typer.Option("--strict", help="Refuse warnings too.")] = False,
     ) -> None:
@@ -73,7 +85,7 @@ def register(app: typer.Typer) -> None:
             found = host_facts.collect()
             place = outcome.store_dir(store)
             findings = checks.run(
-                found, commands.run_here, store=place, runtime=runtime, driver_min=driver_min
+                found, commands.run_here, store=place, runtime=runtime.value, driver_min=driver_min
             )
             answer = checks.verdict(findings)
             bad = not answer["ok"] or (strict and bool(answer["warnings"]))

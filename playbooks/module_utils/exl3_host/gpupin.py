@@ -110,9 +110,7 @@ def decide_gpus(
     if mode not in MODES:
         raise HostError(f"Pinning '{mode}' is not known.", f"Use one of {', '.join(MODES)}.")
     nodes = numa.decide(facts, manual, measured)
-    chosen = choice.choose(
-        facts, nodes, tp, wanted, taken, host_memory=peer_access is False
-    )
+    chosen = choice.choose(facts, nodes, tp, wanted, taken, host_memory=peer_access is False)
     answers = {n["uuid"]: n for n in nodes}
     mine = [answers[g["uuid"]] for g in chosen["gpus"]]
     wish = _Wish(mode, smt, reserve, rank_gib, shm_gib, runtime, peer_access)

@@ -7,6 +7,7 @@ with which bits and codebook, comes from the safetensors headers; both JSON conf
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,23 @@ FUSED = {
 
 # Path segments that wrapper classes put in front of, or leave out of, the same module's name.
 WRAPPERS = frozenset({"model", "language_model", "text_model", "llm"})
+
+
+_BY_HEAD = "vLLM sorts its outputs by head while loading"
+# Classes whose loaders rearrange a plain weight and would take an EXL3 tensor as it is: which
+# modules, and what is done to them. Blocks of 128 outputs share a transform, so the tensors cannot
+# be rearranged.
+REARRANGED = {
+    "BloomForCausalLM": (r"query_key_value$", _BY_HEAD),
+    "FalconForCausalLM": (r"query_key_value$", _BY_HEAD),
+    "RWForCausalLM": (r"query_key_value$", _BY_HEAD),
+    "GPT2LMHeadModel": (r"(c_attn|c_fc|c_proj)$", "vLLM transposes it while loading"),
+    "Llama4ForCausalLM": (r"self_attn\.[qk]_proj$", "vLLM sorts its outputs for rotary embedding"),
+    "Llama4ForConditionalGeneration": (
+        r"language_model\..*self_attn\.[qk]_proj$",
+        "vLLM sorts its outputs for rotary embedding",
+    ),
+}
 
 
 class Exl3Config(QuantizationConfig):
@@ -235,4 +253,12 @@ def refuse_unsupported(checkpoint: Checkpoint) -> None:
                 f"{name}.trellis is a quantised embedding, which this version cannot serve; "
                 "convert the model without `embed_bits`"
             )
+    for architecture in checkpoint.config.get("architectures") or []:
+        names, what = REARRANGED.get(architecture, (r"(?!)", ""))
+        for name, module in checkpoint.modules.items():
+            if module.kind == "exl3" and re.search(names, name):
+                raise CheckpointError(
+                    f"{name} is EXL3, but of a {architecture} {what}, which EXL3 tensors do not "
+                    "survive; quantise the model with this layer left plain"
+                )
     check_experts(checkpoint)

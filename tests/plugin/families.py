@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,12 +104,24 @@ def _qwen3_vl():
     )  # fmt: skip
 
 
+def _deepseek():
+    """Multi-head latent attention in its real head sizes, dense layers throughout."""
+    return _config(
+        "DeepseekV3Config", **{k: v for k, v in SQUARE.items() if k != "num_key_value_heads"},
+        num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=2, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=64,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Family:
     """`config` makes the family's own configuration.
 
     wrapper: the decoder is the language model of a multimodal one.
-    mtp: there is a draft, whose linears are EXL3 too.
+    mtp: there is a draft.
+    also: linears that the quantiser leaves plain and that are EXL3 here, as others store them.
     tied: vLLM's class has no head and takes the embedding for it, whatever is stored.
     dtype: the one that says most of those that vLLM's CPU kernels compute this family in.
     """
@@ -116,6 +129,7 @@ class Family:
     config: Callable[[], object]
     wrapper: bool = False
     mtp: bool = False
+    also: str = r"^$"
     tied: bool = False
     dtype: str = "float32"
 
@@ -141,7 +155,10 @@ FAMILIES = {
     "qwen3-vl": Family(_qwen3_vl, wrapper=True),
     "qwen3.5": Family(lambda: _config("Qwen3_5TextConfig", **HYBRID), dtype="bfloat16"),
     "qwen3.5-wrapper": Family(_qwen3_5_wrapper, wrapper=True, dtype="bfloat16"),
-    "qwen3.5-mtp": Family(_qwen3_5_wrapper, wrapper=True, mtp=True, dtype="bfloat16"),
+    "qwen3.5-mtp": Family(
+        _qwen3_5_wrapper, wrapper=True, mtp=True, also=r"^mtp\.", dtype="bfloat16"
+    ),
+    "deepseek": Family(_deepseek, also=r"kv_b_proj"),
 }
 
 
@@ -199,15 +216,14 @@ def draft_tensors(seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def quantise_drafts(folder: Path) -> None:
-    """Make EXL3 linears of a checkpoint's draft, which the quantiser leaves plain."""
+def quantise_more(folder: Path, names: str) -> None:
+    """Make EXL3 linears of plain ones whose names match."""
     from exl3_plugin.quantize.ldlq import Encoder
     from exl3_plugin.quantize.tensor import quantize_linear
 
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    drafts = [n for n, t in tensors.items() if n.startswith("mtp.") and t.ndim == 2]
-    for name in drafts:
+    for name in [n for n, t in tensors.items() if re.search(names, n) and t.ndim == 2]:
         module = name.removesuffix(".weight")
         weight = tensors.pop(name).float().T.contiguous()
         stored, _ = quantize_linear(weight, None, Encoder(BITS, "mul1"), module, module)
@@ -280,8 +296,7 @@ def build(name: str, root: Path, seed: int = 0) -> Path:
         (source / "config.json").write_text(json.dumps(config))
     with ConversionProgress() as progress:
         convert(source, folder / "model", Options(bits=BITS, head_bits=HEAD_BITS), progress)
-    if family.mtp:
-        quantise_drafts(folder / "model")
+    quantise_more(folder / "model", family.also)
     twin = folder / "twin"
     twin.mkdir()
     weights = decoded_tensors(load_file(source / "model.safetensors"), folder / "model")

@@ -1,12 +1,13 @@
 """Run as a program: loads checkpoints with vLLM's own loader, without an engine, in one process.
 
-stdin: a JSON list of {model, args (of vLLM), env, spoil, reload}; on stdout, one JSON line a case:
-`error` (None where it loaded), `log` (what the plugin logged), `parameters` (name -> [dtype,
-elements]), `bytes` of all parameters, and `grown_bytes`, by how much loading made the process's own
-memory grow (file-mapped pages of the checkpoint are not counted: the kernel may drop them at any
-time). `spoil` names a layer in which one word is changed once the self-test has its truth. `reload`
-makes strips of every trellis, as on a GPU, has vLLM reload the weights in place, and fails where a
-parameter is then another one or holds anything else.
+stdin: a JSON list of {model, args (of vLLM), env, spoil, reload, permute, flips}; on stdout, one
+JSON line a case: `error` (None where it loaded), `log` (what the plugin logged), `parameters`
+(name -> [dtype, elements]), `bytes` of all parameters, and `grown_bytes`, by how much loading made
+the process's own memory grow (file-mapped pages of the checkpoint are not counted: the kernel may
+drop them at any time). `spoil` names a layer in which one word is changed once the self-test has
+its truth. `reload` makes strips of every trellis, as on a GPU, has vLLM reload the weights in
+place, and fails where a parameter is then another one or holds anything else. `permute` names a
+stored tensor whose first axis Llama's class turns round, `flips` times, before it hands it on.
 """
 
 import gc
@@ -104,8 +105,22 @@ def changed(case: dict):
         original(layer, prefix)
         spoilt = layer if prefix == case.get("spoil") else spoilt
 
-    spoilt, original = None, loading.finish
-    with mock.patch.multiple(loading, to_kernel_order=to_kernel_order, finish=finish):
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    def load_weights(self, weights):
+        def turned():
+            for name, tensor in weights:
+                for _ in range(case.get("flips", 1) if name == case.get("permute") else 0):
+                    tensor = tensor.flip(0)
+                yield name, tensor
+
+        return load(self, turned())
+
+    spoilt, original, load = None, loading.finish, LlamaForCausalLM.load_weights
+    with (
+        mock.patch.multiple(loading, to_kernel_order=to_kernel_order, finish=finish),
+        mock.patch.object(LlamaForCausalLM, "load_weights", load_weights),
+    ):
         yield
 
 

@@ -1,29 +1,67 @@
 """Run as a program: serves checkpoints through vLLM one after the other, in one process.
 
 Starting Python, torch and vLLM takes longer than a small model does, so tests hand over all their
-cases at once. stdin: a JSON list of {model, golden, dtype, ranks, engine, save}; stdout: one JSON
-line a case, what `exl3_plugin.verify` prints, and loss and mean difference of each prompt. `engine`
-holds further arguments of vLLM, `save` is a file for the log probabilities themselves.
+cases at once. stdin: a JSON list of {model, golden, dtype, ranks, engine, pin, save}; stdout: one
+JSON line a case, what `exl3_plugin.verify` prints, loss and mean difference of each prompt, and
+what the plugin warned of. `engine` holds further arguments of vLLM, `pin` names layers that Llama's
+class then builds without a quantisation, `save` is a file for the log probabilities themselves.
 """
 
 import json
+import logging
 import sys
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 
 from exl3_plugin import verify
 
 
+@contextmanager
+def pinned(leaves: list[str]):
+    """Llama's class with layers that get no `quant_config`, as some classes have them."""
+    from vllm.model_executor.models import llama
+
+    def without(make):
+        def build(*args, **kwargs):
+            if kwargs["prefix"].rpartition(".")[2] in leaves:
+                kwargs["quant_config"] = None
+            return make(*args, **kwargs)
+
+        return build
+
+    names = ("RowParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
+    layers = {name: without(getattr(llama, name)) for name in names}
+    with mock.patch.multiple(llama, **layers if leaves else {}):
+        yield
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
 def run(case: dict) -> dict:
     golden = verify.read_golden(case["golden"])
     ranks, engine = case.get("ranks", 1), case.get("engine", {})
-    scored = verify.score(case["model"], golden, dtype=case["dtype"], ranks=ranks, **engine)
+    warned, logger = Warnings(), logging.getLogger("vllm.exl3")
+    logger.addHandler(warned)
+    with pinned(case.get("pin", [])):
+        scored = verify.score(case["model"], golden, dtype=case["dtype"], ranks=ranks, **engine)
+    logger.removeHandler(warned)
     result = verify.compare(golden, scored)
+    result["warned"] = warned.lines
     result["prompt_nll"] = [s.nll for s in scored]
     result["prompt_mean_diff"] = [
         verify.compare([g], [s])["mean_logprob_diff"] for g, s in zip(golden, scored)
     ]
-    np.savez(case["save"], **{f"top_lp{i}": s.top_lp for i, s in enumerate(scored)})
+    if "save" in case:
+        np.savez(case["save"], **{f"top_lp{i}": s.top_lp for i, s in enumerate(scored)})
     return result
 
 

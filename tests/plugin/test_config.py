@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
 from exl3_plugin import env
 from exl3_plugin.audit import skip_rules
 from exl3_plugin.checkpoint import Checkpoint, CheckpointError, Module
-from exl3_plugin.config import Exl3Config
+from exl3_plugin.config import Exl3Config, refuse_unsupported
 
 # As Qwen3.5's wrapper class has it; "mtp." is for the draft class to load.
 WRAPPER = WeightsMapper(
@@ -216,3 +216,33 @@ def test_a_model_of_another_format_is_not_audited():
     from exl3_plugin.audit import _config_of
 
     assert _config_of(SimpleNamespace(modules=lambda: iter([torch.nn.Linear(1, 1)]))) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "refused"),
+    [
+        ("FalconForCausalLM", "transformer.h.0.self_attention.query_key_value", True),
+        ("FalconForCausalLM", "transformer.h.0.self_attention.dense", False),
+        ("GPT2LMHeadModel", "transformer.h.0.attn.c_proj", True),
+        ("Llama4ForCausalLM", "model.layers.0.self_attn.k_proj", True),
+        ("Llama4ForCausalLM", "model.layers.0.self_attn.v_proj", False),
+        ("LlamaForCausalLM", "model.layers.0.self_attn.k_proj", False),
+    ],
+)
+def test_layers_whose_plain_weights_vllm_rearranges_are_refused(architecture, name, refused):
+    checkpoint = config_of(name).checkpoint
+    checkpoint.config["architectures"] = [architecture]
+    if refused:
+        with pytest.raises(CheckpointError, match=rf"{name} is EXL3, but of a {architecture} vLLM"):
+            refuse_unsupported(checkpoint)
+        checkpoint.modules[name] = module(name, "plain")
+    refuse_unsupported(checkpoint)
+
+
+def test_a_class_that_takes_a_layer_for_stored_fused_gets_it_assembled_from_its_parts():
+    mlp = "model.layers.0.mlp"
+    config = config_of(f"{mlp}.gate_proj", f"{mlp}.up_proj", "a.qkv_proj")
+    config.packed_modules_mapping = {"gate_up_proj": ["gate_up_proj"], "qkv_proj": ["qkv_proj"]}
+    found = config.members(f"{mlp}.gate_up_proj")
+    assert [name.rpartition(".")[2] for name, _ in found] == ["gate_proj", "up_proj"]
+    assert [name for name, _ in config.members("a.qkv_proj")] == ["a.qkv_proj"]

@@ -34,6 +34,8 @@ def checkpoints(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def served(checkpoints) -> dict[str, dict]:
     """What verify says of each family; one process serves them one after the other."""
+    # Three ways in which a class may leave layers out of the quantisation.
+    pins = {"llama-down": ["down_proj"], "llama-mlp": ["gate_up_proj"], "llama-qkv": ["qkv_proj"]}
     have_torchvision = importlib.util.find_spec("torchvision") is not None
     names = [n for n in FAMILIES if have_torchvision or n not in NEEDS_TORCHVISION]
     cases = [
@@ -46,6 +48,9 @@ def served(checkpoints) -> dict[str, dict]:
         }
         for name in names
     ]
+    llama = cases[names.index("llama")]
+    cases += [llama | {"pin": pin} for pin in pins.values()]
+    names += pins
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("serve_cases.py")],
         input=json.dumps(cases, default=str),
@@ -70,3 +75,21 @@ def test_a_family_says_what_its_dense_twin_says(served, name):
     assert result["mean_logprob_diff"] < ROUNDING[dtype]
     assert result["top1_agreement_clear"] >= SAME_BEST[dtype]
     assert abs(result["nll"] - result["nll_reference"]) < ROUNDING[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("llama-down", ["down_proj"]),
+        ("llama-mlp", ["gate_proj", "up_proj"]),
+        ("llama-qkv", ["q_proj", "k_proj", "v_proj"]),
+    ],
+)
+def test_a_layer_built_without_quantisation_is_dequantised_alone_and_said(served, name, modules):
+    result = served[name]
+    assert result["mean_logprob_diff"] < ROUNDING["float32"]
+    said = [line for line in result["warned"] if "is dequantised" in line]
+    assert len(said) == 2 * len(modules)
+    assert {line.partition(":")[0].rpartition(".")[2] for line in said} == set(modules)
+    assert not any("is dequantised" in line for line in served["llama"]["warned"])

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "linear/plan.h"
+#include "moe/choice.h"
 
 namespace {
 
@@ -31,14 +32,33 @@ int64_t workspace_bytes(int64_t m, int64_t k, int64_t n, int64_t shards,
                                 static_cast<int>(plan[2]), static_cast<int>(plan[3])});
 }
 
+std::vector<int64_t> moe_plan(std::vector<int64_t> device, std::vector<int64_t> shape,
+                              int64_t options) {
+  STD_TORCH_CHECK(device.size() == 3, "exl3::moe_plan: device holds ", device.size(),
+                  " numbers, expected architecture, multiprocessors, shared bytes of a block");
+  STD_TORCH_CHECK(shape.size() == 7, "exl3::moe_plan: shape holds ", shape.size(),
+                  " numbers, expected tokens, slots, experts, experts of all ranks, k, inner, n");
+  const exl3::DeviceFacts facts{static_cast<int>(device[0]), static_cast<int>(device[1]),
+                                device[2]};
+  const exl3::MoeShape moe{
+      shape[0], static_cast<int>(shape[1]), shape[2], shape[3], shape[4], shape[5], shape[6]};
+  const exl3::MoeChoice made =
+      exl3::choose_moe(facts, moe, {(options & 1) != 0, (options & 2) != 0});
+  const int64_t tokens = moe.tokens < made.chunk ? moe.tokens : made.chunk;
+  return {made.rows, made.form, made.blocks, made.chunk,
+          exl3::moe_workspace(moe, made, tokens, 1, 2, true).total};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(exl3, m) {
   m.def("plan(int[] device, int[] problem, int options) -> int[]");
   m.def("workspace_bytes(int m, int k, int n, int shards, int[] plan) -> int");
+  m.def("moe_plan(int[] device, int[] shape, int options) -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exl3, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("workspace_bytes", TORCH_BOX(&workspace_bytes));
+  m.impl("moe_plan", TORCH_BOX(&moe_plan));
 }

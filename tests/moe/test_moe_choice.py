@@ -1,0 +1,75 @@
+"""Which tile serves a call on a card that is not here: pure, so every machine can ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from exl3_plugin import ops
+
+H200 = [90, 132, 232448]
+PRO6000 = [120, 188, 101376]
+A100 = [80, 108, 166912]
+QWEN3 = (8, 128, 128, 2048, 768, 2048)
+GLM = (8, 288, 288, 4096, 2048, 4096)
+EXACT, BATCH_INVARIANT = 1, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    ops.load()
+
+
+def choose(device, tokens, shape, options=0):
+    """rows, form, blocks, tokens at once, bytes."""
+    return torch.ops.exl3.moe_plan(device, [tokens, *shape], options)
+
+
+def test_tiles_grow_with_the_rows_of_an_expert():
+    heights = [choose(H200, m, QWEN3)[0] for m in (1, 64, 95, 96, 192, 384, 768, 4096)]
+    assert heights == [8, 8, 8, 16, 32, 64, 128, 128]
+    for device in (H200, PRO6000, A100):
+        for shape in (QWEN3, GLM):
+            rows = [choose(device, m, shape)[0] for m in range(1, 2000, 37)]
+            assert rows == sorted(rows) and set(rows) <= {8, 16, 32, 64, 128}
+
+
+def test_experts_of_other_ranks_count_in_the_average():
+    """A rank with a quarter of the experts gets a quarter of the rows, so the same per expert."""
+    alone = (8, 32, 32, 2048, 768, 2048)
+    shared = (8, 32, 128, 2048, 768, 2048)
+    assert choose(H200, 64, alone)[0] > choose(H200, 64, shared)[0] == 8
+
+
+def test_forms():
+    assert choose(H200, 1, GLM)[1] == 1
+    assert choose(H200, 1, GLM, EXACT)[1] == 0
+    assert choose(H200, 1, GLM, BATCH_INVARIANT)[1] == 0
+    assert choose(H200, 500, GLM)[1] == 0  # tiles of 16 rows and more have no fast form
+    assert choose(PRO6000, 1, GLM)[1] == choose(A100, 1, GLM)[1] == 0
+
+
+def test_blocks_are_what_a_card_holds_at_once():
+    assert choose(H200, 1, QWEN3)[2] == 264
+    assert choose(H200, 4096, QWEN3)[2] == 132
+    assert choose(PRO6000, 1, QWEN3)[2] == 188
+    assert choose(A100, 1, QWEN3)[2] == 108
+
+
+def test_batch_invariant_tiles_have_one_order_of_additions():
+    for tokens in (1, 64, 500, 5000):
+        assert choose(H200, tokens, QWEN3, BATCH_INVARIANT)[0] in (32, 64)
+
+
+def test_prompts_go_in_equal_chunks_that_fit_a_gigabyte_or_two():
+    for shape in (QWEN3, GLM):
+        for tokens in (1, 255, 256, 2048, 2049, 8192, 100_000):
+            rows, _, _, chunk, nbytes = choose(H200, tokens, shape)
+            chunks = -(-tokens // chunk)
+            assert chunk <= 4096 and (chunks - 1) * chunk < tokens <= chunks * chunk
+            assert chunks == 1 or tokens / chunks > 0.9 * chunk
+            pairs = min(tokens, chunk) * shape[0]
+            rows_needed = pairs + min(pairs, shape[1]) * (rows - 1)
+            at_most = rows_needed * (4 * shape[3] + 2 * shape[4] + 64) + pairs * 4 * shape[5]
+            assert nbytes < 1.1 * at_most + (64 << 20)
+            assert nbytes < 3 << 30

@@ -78,6 +78,8 @@ def main() -> None:
     image = box["image"]
     try:
         engine = Engine(given["docker_host"] or None)
+        if module.check_mode and not Path(engine.socket).exists():
+            module.exit_json(changed=True, image="", msg="pulled once the engine is there")
         if containers.find_image(engine, image["name"], image["digest"]) is None:
             if not module.check_mode:
                 containers.fetch(engine, image, given["registry"], given["offline"])

@@ -68,7 +68,7 @@ def test_behind_a_bridge_the_engine_publishes_the_port(facts):
     assert argv[argv.index("--host") + 1] == "0.0.0.0"
     host = containers.body(one, containers.Folders("/c", "/s"), 60)["HostConfig"]
     assert host["PortBindings"] == {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": "8000"}]}
-    other = containers.on_another_port({"HostConfig": host, "Cmd": argv}, 9123)
+    other = containers.on_another_port({"HostConfig": host, "Cmd": argv}, "127.0.0.1", 9123)
     assert other["HostConfig"]["PortBindings"]["8000/tcp"][0]["HostPort"] == "9123"
     assert host["PortBindings"]["8000/tcp"][0]["HostPort"] == "8000", "the original is untouched"
 

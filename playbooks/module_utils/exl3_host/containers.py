@@ -59,9 +59,19 @@ def model_inside(folder: str) -> str:
     return f"/models/{Path(folder).name}"
 
 
-def cache_folder(store: str, digest: str) -> str:
-    """What was compiled belongs to one image: after an upgrade it would be stale."""
-    return f"{store}/jit/{digest.removeprefix('sha256:')[:12]}"
+def cache_folder(store: str, digest: str, user: str) -> str:
+    """What was compiled belongs to one image, for another it is stale, and to who wrote it."""
+    return f"{store}/jit/{digest.removeprefix('sha256:')[:12]}-{user.partition(':')[0]}"
+
+
+def stale_caches(store: Path, digests: set[str]) -> list[Path]:
+    """Cache folders of images that no release of this store needs any more."""
+    kept = {digest.removeprefix("sha256:")[:12] for digest in digests}
+    return [
+        path
+        for path in sorted((store / "jit").glob("*-*"))
+        if re.fullmatch(r"[0-9a-f]{12}-\d+", path.name) and path.name[:12] not in kept
+    ]
 
 
 def name_of(instance: str, config_hash: str) -> str:
@@ -133,16 +143,18 @@ def body(plan: dict, folders: Folders, grace_s: int) -> dict:
     }
 
 
-def on_another_port(asked: dict, port: int) -> dict:
-    """A copy of a body whose server is reached at another port, for a rehearsal."""
+def on_another_port(asked: dict, host: str, port: int) -> dict:
+    """A copy of a body whose server is reached at another address, for a rehearsal."""
     copy = json.loads(json.dumps(asked))
     bindings = copy["HostConfig"].get("PortBindings")
     if bindings:
         for addresses in bindings.values():
-            addresses[0]["HostPort"] = str(port)
+            addresses[0] |= {"HostIp": host, "HostPort": str(port)}
         return copy
     words = copy["Cmd"]
-    words[words.index("--port") + 1] = str(port)
+    for option, value in (("--host", host), ("--port", str(port))):
+        if option in words:
+            words[words.index(option) + 1] = value
     return copy
 
 

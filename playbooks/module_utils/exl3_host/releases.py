@@ -7,6 +7,7 @@ container stays on the host, stopped. Containers of older releases are removed.
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def prune(paths: Paths, spec: dict, keep: int) -> list[str]:
             if name not in kept and one["State"] != "running":
                 containers.drop(engine, name, 10)
                 removed.append(name)
+        needed = {
+            one["image"]["digest"]
+            for run in (paths.store / "run").glob("*")
+            for one in everything(Paths(paths.store, run.name))
+            if one["image"]
+        }
+        for folder in containers.stale_caches(paths.store, needed):
+            shutil.rmtree(folder, ignore_errors=True)
     return removed
 
 

@@ -157,7 +157,9 @@ def _container(plan: dict, paths: Paths, spec: dict, docker_host: str | None) ->
     """The parts of a spec that only a container has; its name comes from the fingerprint."""
     engine = str(Engine(docker_host))
     folders = containers.Folders(
-        cache=containers.cache_folder(str(paths.store), plan["container"]["image"]["digest"]),
+        cache=containers.cache_folder(
+            str(paths.store), plan["container"]["image"]["digest"], plan["container"]["user"]
+        ),
         secrets=str(paths.secrets),
     )
     return {

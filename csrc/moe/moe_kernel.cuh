@@ -13,6 +13,7 @@
 #include "device/hadamard.cuh"
 #include "linear/gemm_kernel.cuh"
 #include "moe/moe_fetch.cuh"
+#include "moe/moe_multiply.cuh"
 #include "moe/moe_routing.cuh"
 
 namespace exl3 {
@@ -163,6 +164,9 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
       }
     }
 
+    // Only the tallest tile is worth asking how full it is.
+    int pairs = 0;
+    if constexpr (C::kRows == 128) pairs = (moe_item<C>(p, item_index).rows + 15) / 16;
     const UnitRange share = share_of_group<C>(begin, end, group);
 #pragma unroll 1
     for (int done = share.begin; done < share.end; done += C::kStageSteps) {
@@ -188,6 +192,13 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
           rows += 2 * C::kStepRowBytes;
         }
         if (steps > 0) multiply_few<C>(state, p.constants, weights, rows, lane, acc);
+      } else if constexpr (C::kRows == 128) {
+#pragma unroll 1
+        for (; steps > 0; --steps) {
+          multiply_present<C>(state, p.constants, weights, rows, lane, pairs, acc);
+          weights += C::kStepWeightBytes;
+          rows += C::kStepRowBytes;
+        }
       } else if (C::kDecodeAhead && steps == C::kStageSteps) {
         multiply_many<C, C::kStageSteps>(state, p.constants, weights, rows, lane, acc);
       } else {

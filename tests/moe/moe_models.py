@@ -6,13 +6,9 @@ nothing of it is the plugin's, the operator's or vLLM's.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugin"))
-
 from plugin_models import SmallModel, Stored, exl3_linear
 
 from exl3_plugin import format as exl3

@@ -1,0 +1,43 @@
+"""The kernels of routed experts compiled for cards that are not here: nothing spills in a loop."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import cuda_tools
+import kernel_usage
+import pytest
+
+from tests.build import machine_code
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILED = [("moe_rate_half_bits_8", 120), ("moe_rate_half_bits_8", 90), ("moe_plan", 121),
+            ("moe_rows", 80)]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=COMPILED, ids=lambda p: f"{p[0]} sm_{p[1]}")
+def compiled(request, tmp_path_factory) -> tuple[str, int, Path]:
+    name, architecture = request.param
+    target = tmp_path_factory.mktemp("moe") / f"{name}.o"
+    machine_code.compile_object(ROOT / "csrc" / "moe" / f"{name}.cu", architecture, target)
+    return name, architecture, target
+
+
+def test_registers_and_stacks(compiled):
+    name, _, target = compiled
+    usages = kernel_usage.read_usage(target, cuda_tools.find_tool("cuobjdump"))
+    assert len(usages) == {"moe_plan": 1, "moe_rows": 5}.get(name, 12)
+    assert kernel_usage.problems(usages) == []
+
+
+def test_the_main_loop_stays_in_registers(compiled):
+    name, architecture, target = compiled
+    if "rate" not in name:
+        pytest.skip("no main loop in it")
+    loops = machine_code.main_loops(target)
+    assert len(loops) == 12
+    for kernel, lines in loops.items():
+        assert sum("HMMA" in line for line in lines) >= 8, f"sm_{architecture} {kernel}: no loop"
+        local = [line for line in lines if re.search(r"\b(LDL|STL)\b", line)]
+        assert not local, f"sm_{architecture} {kernel}: {local}"

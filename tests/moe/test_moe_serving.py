@@ -94,7 +94,11 @@ def test_the_report_tells_who_holds_what(served):
     files = [report] if ranks == 1 else [Path(f"{report}.rank{r}") for r in range(ranks)]
     held = []
     for file in files:
-        modules = json.loads(file.read_text())["modules"]
+        contents = json.loads(file.read_text())
+        modules = contents["modules"]
+        tests = {test["layer"]: test for test in contents["self_test"]}
+        experts = tests["model.layers.0.mlp.experts"]
+        assert experts["blocks"] == 2 and 0 < experts["worst"] < 1e-3
         found = {m["module"]: m for m in modules if ".experts." in str(m["module"])}
         held.append(set(found))
         for name, entry in found.items():

@@ -250,5 +250,5 @@ def test_check_mode_shows_the_engines_settings_and_changes_none(site, tmp_path):
     wish |= {"exl3_engine_daemon_path": str(path)}
     done = site.play("deploy", "--tags", "engine", "--check", "--diff", "-e", json.dumps(wish))
     assert done.returncode == 0 and '+    "cdi": true' in done.stdout, done.stdout
-    assert '   "log-level": "warn"' in done.stdout
+    assert '+  "log-level": "warn",' in done.stdout, "the foreign key stays, before ours"
     assert path.read_text() == '{"log-level": "warn"}\n'

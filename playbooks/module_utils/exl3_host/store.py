@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 OWN_FOLDERS = ("bench", "calibration", "choices", "images", "jit", "learned", "logs", "models")
-OWN_FOLDERS += ("nodes", "peers", "plans", "reports", "run", "sources")
+OWN_FOLDERS += ("nodes", "peers", "plans", "reports", "run", "secrets", "sources")
 
 
 def request_from_plan(plan: dict, store: Path, **options) -> Request:

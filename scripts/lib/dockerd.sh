@@ -78,9 +78,9 @@ stop() {
   rm -f "$dir/pid" "$socket"
   # What an engine that was killed left mounted, the deepest first.
   local mount
-  grep -F " $dir/" /proc/mounts | cut -d' ' -f2 | sort -r | while read -r mount; do
-    umount "$mount" || true
-  done
+  while read -r mount; do
+    case "$mount" in "$dir"/*) umount "$mount" || true ;; esac
+  done < <(cut -d' ' -f2 /proc/mounts | sort -r)
 }
 
 case "$action" in

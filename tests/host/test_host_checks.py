@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from exl3_host import capture, checks, cli, commands, facts, gpupin, measure, topology
+from exl3_host import capture, checks, cli, commands, facts, measure, plan, topology
 from exl3_host.errors import HostError
+from exl3_host.instance import Instance
+from exl3_host.recipe import load_recipe
 from gpu_host import answers_of, look, ok, query, uuid, write_gpu_host
 from known_hosts import known_host
 from test_host_gpus import fake_smi, two_cards  # noqa: F401  the fixture
@@ -190,10 +192,15 @@ def test_what_you_know_is_taken_from_the_command_line(tmp_path: Path) -> None:
 def test_a_capture_holds_no_identifier(tmp_path: Path, fake_smi: Path) -> None:  # noqa: F811
     real = "GPU-1b2c3d4e-5f60-7182-93a4-b5c6d7e8f901"
     text = json.dumps(
-        {"a": real, "b": f"{real} MIG-1b2c3d4e-5f60-7182-93a4-b5c6d7e8f902", "c": "ab" * 32}
+        {
+            "a": real,
+            "b": f"{real} MIG-1b2c3d4e-5f60-7182-93a4-b5c6d7e8f902",
+            "c": "ab" * 32,
+            "d": "/kubepods-pod1b2c3d4e_5f60_7182_93a4_b5c6d7e8f903.slice",
+        }
     )
     clean = capture.anonymous(text)
-    assert real not in clean and "b5c6d7e8f902" not in clean and "abab" not in clean
+    assert "b5c6d7e8f90" not in clean and "abab" not in clean
     assert clean.count(uuid(0)) == 2
     file = tmp_path / "me.json"
     code, _ = invoke("topology", "--save", str(file), "--store", str(tmp_path))
@@ -241,13 +248,15 @@ def test_gpus_in_use_are_not_measured(tmp_path: Path) -> None:
         measure.run(look(tmp_path, two_cards()), "python", "probe", runner=runner)
 
 
-def test_the_tool_is_quick(tmp_path: Path) -> None:
+def test_the_tool_is_quick(tmp_path: Path, checkout: Path) -> None:
     host = known_host("f01")
     root = write_gpu_host(tmp_path, host)
     begin = time.perf_counter()
     found = facts.collect(root, runner=commands.replay(answers_of(host)))
     middle = time.perf_counter()
-    gpupin.decide_gpus(found, 8)
+    loaded = load_recipe(checkout / "recipes/glm-5.3-flash-exl3-4bpw.yaml")
+    instance = Instance("glm", "/var/lib/exl3", "/opt/exl3/.venv")
+    made = plan.make_plan(loaded, {**found, "arch": "x86_64"}, instance)
     end = time.perf_counter()
-    print(f"8 GPUs, 255 CPUs: facts {middle - begin:.3f} s, pin {end - middle:.3f} s")
-    assert len(found["gpus"]) == 8
+    print(f"8 GPUs, 255 CPUs: facts {middle - begin:.3f} s, plan {end - middle:.3f} s")
+    assert made["pin"]["gpus"] == [uuid(i) for i in range(4)]

@@ -58,6 +58,10 @@ _DEVICE_FILES = (
     "max_link_width",
 )
 _UUID = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
+# Names of pods and machines; cgroup paths write them with underscores too.
+_OTHER_UUID = re.compile(
+    r"(?<!GPU-)(?<!MIG-)[0-9a-fA-F]{8}(?:[-_][0-9a-fA-F]{4}){3}[-_][0-9a-fA-F]{12}"
+)
 _LONG_ID = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
@@ -82,7 +86,7 @@ def take(answers: dict[str, dict], tools: dict, root: str | Path = "/") -> dict:
 
 
 def anonymous(text: str) -> str:
-    """UUIDs numbered in order of their first appearance, long hexadecimal ids zeroed."""
+    """UUIDs of GPUs numbered in order of their first appearance, all other long ids zeroed."""
     seen: dict[str, str] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -90,7 +94,7 @@ def anonymous(text: str) -> str:
         fresh = f"{match.group(1)}-00000000-0000-0000-0000-{len(seen):012d}"
         return seen.setdefault(name, fresh)
 
-    return _LONG_ID.sub("0" * 12, _UUID.sub(number, text))
+    return _LONG_ID.sub("0" * 12, _OTHER_UUID.sub("0" * 12, _UUID.sub(number, text)))
 
 
 def unpack(capture: dict, folder: Path) -> tuple[Path, commands.Runner]:

@@ -11,7 +11,7 @@ from itertools import combinations
 from . import numa, topo_matrix
 from .errors import HostError, count
 
-# Sixteen GPUs in eights are 12870 sets; more GPUs than that are cut to those of the best node.
+# Sixteen GPUs in eights are 12870 sets; of more only the first ones in PCI order are compared.
 MOST_SETS = 20000
 
 

@@ -3,7 +3,8 @@
   python -I -m exl3_image.inventory PYTHON_SBOM.json --out DIR
 
 adds Debian's packages to the CycloneDX list that cyclonedx-py made of the venv, and writes
-sbom.json and licences.txt. A licence is what the package itself declares; "not declared" is said as that.
+sbom.json and licences.txt. A licence is what the package itself declares; one that declares none
+is listed as "not declared".
 """
 
 from __future__ import annotations

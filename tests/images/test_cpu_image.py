@@ -109,7 +109,7 @@ def test_no_compiler_and_no_trace_of_the_build(docker, image):
     script = "\n".join(
         [
             f"for name in {' '.join(ABSENT)}; do command -v $name; done",
-            "ls -d /src /wheels /checks /locks /root/.cache /etc/pip.conf /run/secrets/* 2> /tmp/no",
+            "ls -d /src /wheels /checks /locks /root/.cache /etc/pip.conf /run/secrets/* 2> /tmp/x",
             "find / -xdev -name '*.o' -o -xdev -name 'CMakeCache.txt' | head",
             "find / -xdev -newermt '2000-01-01' -perm -4000 -path '/opt/*' | head",
             "grep -rlsI 'pip.conf' /opt/exl3/image | head",

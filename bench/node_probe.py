@@ -280,6 +280,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.node is not None:
         bind(given.node)
+    # torch looks for the toolkit's headers before it compiles a kernel; ours includes none.
+    os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     import torch
 
     if not torch.cuda.is_available():

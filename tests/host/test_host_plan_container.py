@@ -128,7 +128,7 @@ def test_the_hash_follows_what_runs_and_nothing_else(facts):
 
 def test_users_by_name_are_refused():
     with pytest.raises(HostError, match="exl3_container_user is 'exl3'"):
-        containers._ids("exl3")
+        containers.ids("exl3")
 
 
 def test_the_filter_lets_memory_policy_pass_and_no_new_namespace():

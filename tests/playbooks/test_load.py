@@ -2,8 +2,10 @@
 
 import json
 import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -149,3 +151,53 @@ def test_two_types_of_device_have_no_common_profile(tmp_path):
     assert calibration.find(tmp_path, facts, "x", "auto") is None
     with pytest.raises(HostError, match="several types of GPU"):
         calibration.find(tmp_path, facts, "x", "require")
+
+
+def program(checkout, text: str):
+    """A checkout whose calibration program is this text."""
+    (checkout / "bench").mkdir(parents=True)
+    (checkout / "bench" / "calibrate.py").write_text(text)
+    return calibration.native_command(sys.executable, checkout)
+
+
+WRITES = """\
+import json, os, sys
+out = sys.argv[sys.argv.index("--out") + 1]
+json.dump([os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[3:]], open(out, "w"))
+"""
+
+
+def test_each_type_is_measured_once_and_found_by_plans(tmp_path):
+    """The program is a stand-in: what is shown is who is measured, when, and where it is kept."""
+    store = tmp_path / "store"
+    facts = {"gpus": [{**H200, "index": 0}, {**H200, "index": 1}]}
+    facts["gpus"].append({**H200, "name": "NVIDIA L4", "index": 2})
+    command = program(tmp_path / "checkout", WRITES)
+    assert calibration.measure(store, facts, "r1", command, is_check=True)[0]
+    assert not (store / "calibration").exists()
+    changed, told = calibration.measure(store, facts, "r1", command, arguments=("--bits", "4"))
+    assert changed and [one.split(":")[0] for one in told] == ["NVIDIA H200", "NVIDIA L4"]
+    alone = {"gpus": facts["gpus"][:2]}
+    path = calibration.find(store, alone, "r1", "require")
+    assert json.loads(path.read_text()) == ["0", ["--bits", "4"]]
+    assert calibration.measure(store, facts, "r1", command)[0] is False
+    assert calibration.measure(store, alone, "r2", command)[0] is True
+    assert len(spec.read_json(store / "calibration" / calibration.INDEX)) == 3
+
+
+def test_a_measurement_that_fails_keeps_no_profile(tmp_path):
+    command = program(tmp_path / "checkout", "raise SystemExit('the GPU is busy')")
+    facts = {"gpus": [{**H200, "index": 0}]}
+    with pytest.raises(HostError, match=r"(?s)exit status 1.*the GPU is busy"):
+        calibration.measure(tmp_path / "store", facts, "r1", command)
+    assert calibration.find(tmp_path / "store", facts, "r1", "auto") is None
+
+
+def test_in_an_image_one_gpu_is_handed_over_and_nothing_else():
+    box = {"image": {"name": "exl3", "digest": "sha256:aa"}, "user": "2000:0"}
+    command = calibration.container_command(box, "unix:///x.sock")
+    words = command(Path("/store/calibration/drafts/h200.json"), {"uuid": "GPU-1"})
+    assert words[:4] == ["docker", "-H", "unix:///x.sock", "run"]
+    assert words[-4:] == ["exl3@sha256:aa", "calibrate", "--out", "/out/h200.json"]
+    assert words[words.index("--device") + 1] == "nvidia.com/gpu=GPU-1"
+    assert words[words.index("--network") + 1] == "none"

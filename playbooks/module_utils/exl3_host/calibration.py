@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+from . import containers
 from .errors import HostError
 from .spec import read_json, write_json
 
@@ -81,3 +85,94 @@ def find(store: Path, facts: dict, software: str, rule: str) -> Path | None:
             "Run: ansible-playbook playbooks/calibrate.yml",
         )
     return None
+
+
+# (file to write inside `out`'s folder, GPU) to the command that measures it.
+CommandOf = Callable[[Path, dict], list[str]]
+
+
+def native_command(python: Path, checkout: Path) -> CommandOf:
+    """bench/calibrate.py of a checkout, run by a Python that has torch and the plugin."""
+    program = str(checkout / "bench" / "calibrate.py")
+    return lambda out, gpu: [str(python), program, "--out", str(out)]
+
+
+def container_command(box: dict, docker_host: str) -> CommandOf:
+    """The same program in an image; `box` is the `container` of a plan."""
+
+    def command(out: Path, gpu: dict) -> list[str]:
+        image = f"{box['image']['name']}@{box['image']['digest']}"
+        words = ["docker", *(["-H", docker_host] if docker_host else []), "run", "--rm", "--init"]
+        words += ["--network", "none", "--user", box["user"], "--cap-drop", "ALL"]
+        words += ["--device", f"nvidia.com/gpu={gpu['uuid']}"]
+        words += ["--mount", f"type=bind,source={out.parent},target=/out"]
+        return [*words, image, "calibrate", "--out", f"/out/{out.name}"]
+
+    return command
+
+
+def measure(
+    store: Path,
+    facts: dict,
+    software: str,
+    command_of: CommandOf,
+    force: bool = False,
+    arguments: tuple[str, ...] = (),
+    is_check: bool = False,
+    user: str | None = None,
+) -> tuple[bool, list[str]]:
+    """Measure each type of GPU that has no profile yet; (changed, what was done).
+
+    `user` is who writes the profile in a container. Raises HostError with the end of the output; a
+    second run goes on where a failed one stopped, since the draft keeps its name.
+    """
+    changed, told = False, []
+    for key, gpu in wanted(facts, software):
+        path = file_of(store, key)
+        if path.is_file() and not force:
+            told.append(f"{key['name']}: kept ({path.name})")
+            continue
+        changed = True
+        if is_check:
+            told.append(f"{key['name']}: would be measured")
+            continue
+        draft = path.parent / "drafts" / path.name
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        if user is not None:
+            uid, gid = containers.ids(user)
+            containers.give(draft.parent, uid, gid, 0o770)
+        command = [*command_of(draft, gpu), *arguments]
+        _run(command, store / "logs" / "calibrate.log", gpu)
+        try:
+            json.loads(draft.read_text())
+        except (OSError, ValueError) as error:
+            raise HostError(
+                f"calibrating {gpu['name']} left no profile: {error}.",
+                f"See {store}/logs/calibrate.log.",
+            ) from None
+        os.replace(draft, path)
+        keep(store, key)
+        told.append(f"{key['name']}: measured ({path.name})")
+    return changed, told or ["no GPU here: CPU kernels are not calibrated"]
+
+
+def _run(command: list[str], log: Path, gpu: dict) -> None:
+    env = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if command[0] != "docker":
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu["index"])
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as out:
+        out.write(f"$ {' '.join(command)}\n")
+        out.flush()
+        try:
+            status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        except OSError as error:
+            raise HostError(
+                f"{command[0]} cannot be run: {error.strerror}.", "Deploy first."
+            ) from None
+    if status.returncode != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+        raise HostError(
+            f"calibrating {gpu['name']} ended with exit status {status.returncode}:\n{tail}",
+            f"The GPU must be idle. Log: {log}; a second run goes on where this one stopped.",
+        )

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import cli_host, cli_models, cli_recipe, cli_report, peers_cli, show
+from . import cli_calibrate, cli_host, cli_models, cli_recipe, cli_report, peers_cli, show
 from . import facts as host_facts
 from . import plan as planner
 from .outcome import EXIT_GOOD, EXIT_REFUSED, checkout
@@ -237,6 +237,7 @@ cli_recipe.register(app)
 cli_models.register(app)
 cli_host.register(app)
 cli_report.register(app)
+cli_calibrate.register(app)
 
 
 def main() -> None:

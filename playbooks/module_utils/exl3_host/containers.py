@@ -230,7 +230,7 @@ def check(engine: Engine, spec: dict, container: dict) -> None:
         raise HostError(
             "the program docker is not in PATH.", "Install Docker's command line (docker.io)."
         )
-    uid, gid = _ids(container["body"]["User"])
+    uid, gid = ids(container["body"]["User"])
     model = Path(wanted["Mounts"][0]["Source"])
     for path in (model, model / "config.json"):
         if not _readable(path, uid, gid):
@@ -245,7 +245,8 @@ def check(engine: Engine, spec: dict, container: dict) -> None:
         )
 
 
-def _ids(user: str) -> tuple[int, int]:
+def ids(user: str) -> tuple[int, int]:
+    """UID and GID of `exl3_container_user`. Raises HostError for names."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", user)
     if found is None:
         raise HostError(
@@ -272,7 +273,7 @@ def prepare(container: dict, api_key_file: str | None) -> None:
     mounts = {
         one["Target"]: Path(one["Source"]) for one in container["body"]["HostConfig"]["Mounts"]
     }
-    uid, gid = _ids(container["body"]["User"])
+    uid, gid = ids(container["body"]["User"])
     cache = mounts[CACHE_INSIDE]
     cache.mkdir(parents=True, exist_ok=True)
     give(cache, uid, gid, 0o770)

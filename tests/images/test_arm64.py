@@ -1,4 +1,4 @@
-"""aarch64 for real: cross-compiled from the checkout, unpacked into a Debian root, run by an emulator.
+"""aarch64 for real: cross-compiled from the checkout, unpacked into a Debian root, emulated.
 
 The wheel holds the CPU kernels alone, since compiling all CUDA kernels takes minutes; one kernel
 source is compiled for sm_121 beside it. `scripts/test-arm64` without arguments runs all of
@@ -46,7 +46,7 @@ def test_the_wheel_is_for_aarch64(cross):
 
 @pytest.mark.slow
 def test_kernels_compile_for_the_spark(checkout, cross):
-    """nvcc with aarch64's compiler and headers: an object for aarch64 with code for sm_121 alone."""
+    """nvcc with aarch64's compiler and headers: an aarch64 object with sm_121 code alone."""
     import cubins
     import wheel_check
 

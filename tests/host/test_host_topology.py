@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from exl3_host import choice, gpupin, numa, topo_matrix, topology
-from gpu_host import DATA, look, uuid
+from gpu_host import DATA, GpuHost, PciDevice, look, uuid
 from known_hosts import F01_MINORS, HOSTS, known_host
 
 TOPO = sorted(p.stem for p in (DATA / "topo").glob("f*.txt"))
@@ -156,3 +156,68 @@ def test_an_uneven_host_says_that_no_socket_is_enough(tmp_path: Path) -> None:
     found = look(tmp_path, known_host("f13"))
     chosen = choice.choose(found, numa.decide(found), 4)
     assert "no socket has 4 (socket 0: 3, socket 1: 3)" in chosen["why"]
+
+
+def sysfs_host(nodes: dict[int, str], sockets: dict[int, int], on: list[int], name: str) -> GpuHost:
+    """Cards whose nodes the firmware tells, every pair joined alike."""
+    count = len(on)
+    header = "\t" + "\t".join(f"GPU{i}" for i in range(count)) + "\n"
+    rows = [
+        f"GPU{i}\t" + "\t".join("X" if i == j else "NV12" for j in range(count))
+        for i in range(count)
+    ]
+    devices = [
+        PciDevice(f"0000:{16 + 16 * i:02x}:00.0", f"pci0000:{15 + 16 * i:02x}", [], node)
+        for i, node in enumerate(on)
+    ]
+    topo = header + "\n".join(rows) + "\n"
+    return GpuHost(nodes, sockets, devices, [name] * count, topo=topo)
+
+
+EIGHT_NODES = {n: f"{16 * n}-{16 * n + 15}" for n in range(8)}
+FOUR_A_SOCKET = {n: n // 4 for n in range(8)}
+
+
+def test_eight_nodes_whose_cards_count_backwards(tmp_path: Path) -> None:
+    """A100 hosts with four nodes a socket: cards 0 to 7 sit on nodes 3,2,1,0,7,6,5,4."""
+    on = [3, 2, 1, 0, 7, 6, 5, 4]
+    host = sysfs_host(EIGHT_NODES, FOUR_A_SOCKET, on, "NVIDIA A100")
+    found = look(tmp_path, host)
+    assert [a["node"] for a in numa.decide(found)] == on
+    four = gpupin.decide_gpus(found, 4)
+    assert (four.mode, four.mems, four.ranks) == ("container", "0-3", (3, 2, 1, 0))
+    # One core of each node is reserved.
+    assert four.cpus == "1-15,17-31,33-47,49-63"
+    assert gpupin.decide_gpus(found, 8).args["numa-bind-nodes"] == on
+    other = gpupin.decide_gpus(found, 4, taken=(uuid(0),))
+    assert other.gpus == tuple(uuid(i) for i in (4, 5, 6, 7)), "whole on the other socket"
+
+
+def test_four_cards_on_every_second_node(tmp_path: Path) -> None:
+    """Dell XE8545: four cards on nodes 1, 3, 5 and 7."""
+    host = sysfs_host(EIGHT_NODES, FOUR_A_SOCKET, [1, 3, 5, 7], "NVIDIA A100")
+    found = look(tmp_path, host)
+    two = gpupin.decide_gpus(found, 2)
+    assert (two.mode, two.mems, two.gpus) == ("container", "0-3", (uuid(0), uuid(1)))
+    four = gpupin.decide_gpus(found, 4)
+    assert (four.mode, four.mems) == ("per_rank", "1,3,5,7")
+    assert four.args["numa-bind-nodes"] == [1, 3, 5, 7]
+
+
+def test_cpus_that_go_round_the_sockets(tmp_path: Path) -> None:
+    """Four-socket Xeons number their CPUs 0,4,8,... and 1,5,9,...: no range is right."""
+    nodes = {n: ",".join(str(c) for c in range(n, 64, 4)) for n in range(4)}
+    found = look(tmp_path, sysfs_host(nodes, {n: n for n in range(4)}, [2, 2], "NVIDIA L40S"))
+    pin = gpupin.decide_gpus(found, 2)
+    assert pin.cpus == "6,10,14,18,22,26,30,34,38,42,46,50,54,58,62"
+    assert pin.mems == "2"
+
+
+def test_nine_nodes_of_which_one_has_cpus(tmp_path: Path) -> None:
+    """GH200: node 0 has the CPUs, the others are the GPU's memory or empty."""
+    nodes = {0: "0-71"} | dict.fromkeys(range(1, 9), "")
+    found = look(tmp_path, sysfs_host(nodes, {0: 0}, [0], "NVIDIA GH200 480GB"))
+    pin = gpupin.decide_gpus(found, 1)
+    assert (pin.mode, pin.cpus) == ("none", "0-71")
+    assert found["gpus"][0]["coherent"]
+    assert numa.decide(found)[0]["source"] == "trivial"

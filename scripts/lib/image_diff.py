@@ -1,0 +1,102 @@
+"""Compares what two images hold, file by file.
+
+  python3 scripts/lib/image_diff.py IMAGE IMAGE [--docker-host HOST]
+
+Content, kind, mode and owner count, times do not. Exit 0 when only declared places differ (see
+DECLARED), 1 when others do, each with its path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+
+DECLARED = {
+    r"etc/(shadow|shadow-|ld\.so\.cache)": "the day of useradd; made by ldconfig",
+    r"var/lib/(dpkg|apt)/.*": "Debian's own records, with the archive's state of the day",
+    r"var/log/.*|var/cache/.*": "logs and caches of Debian's package manager",
+    r"opt/exl3/sbom\.json": "the Debian versions of the day",
+}
+"""Where two builds of one commit may differ, and why."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of an image."""
+
+    kind: str
+    mode: int
+    owner: tuple[int, int]
+    content: str
+
+
+def contents(image: str, docker: list[str]) -> dict[str, Entry]:
+    """Every file of an image, by path."""
+    name = subprocess.run(
+        [*docker, "create", image, "true"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    found: dict[str, Entry] = {}
+    try:
+        with (
+            subprocess.Popen([*docker, "export", name], stdout=subprocess.PIPE) as process,
+            tarfile.open(fileobj=process.stdout, mode="r|") as archive,
+        ):
+            for member in archive:
+                found[member.name] = _entry(archive, member)
+    finally:
+        subprocess.run([*docker, "rm", "--force", name], capture_output=True)
+    return found
+
+
+def _entry(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Entry:
+    content = member.linkname
+    if member.isfile():
+        with archive.extractfile(member) as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+    kind = "folder" if member.isdir() else "file" if member.isfile() else "link"
+    return Entry(kind, member.mode, (member.uid, member.gid), content)
+
+
+def differences(first: dict[str, Entry], second: dict[str, Entry]) -> dict[str, str]:
+    """Path to what is different about it."""
+    out = {}
+    for path in sorted({*first, *second}):
+        one, other = first.get(path), second.get(path)
+        if one == other:
+            continue
+        if one is None or other is None:
+            out[path] = "only in the second" if one is None else "only in the first"
+            continue
+        fields = ("kind", "mode", "owner", "content")
+        out[path] = ", ".join(f for f in fields if getattr(one, f) != getattr(other, f))
+    return out
+
+
+def reason(path: str) -> str | None:
+    """Why a path may differ, or None where it may not."""
+    return next((why for rule, why in DECLARED.items() if re.fullmatch(rule, path)), None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("images", nargs=2, metavar="IMAGE")
+    parser.add_argument("--docker-host")
+    options = parser.parse_args(arguments)
+    docker = ["docker", *(["-H", options.docker_host] if options.docker_host else [])]
+    first, second = (contents(image, docker) for image in options.images)
+    found = differences(first, second)
+    wrong = {path: what for path, what in found.items() if reason(path) is None}
+    for path, what in found.items():
+        print(f"{'DIFFERS' if path in wrong else 'declared'}  {path}: {what}")
+    print(f"{len(first)} files, {len(found)} differ, {len(wrong)} of them where they should not")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -77,6 +77,8 @@ class LoadWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if _is_view(func):
+            return out  # the same memory, of which all is known; most calls of a loader are views
         tensors = list(_tensors((args, kwargs)))
         origin = frozenset().union(*(self._origin.get(_address(t), ()) for t in tensors))
         for position, name in _written_arguments(func):
@@ -114,6 +116,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+@functools.cache
+def _is_view(func) -> bool:
+    """Whether an operator writes nothing and all it returns lies in memory of its arguments."""
+    returned = [value.alias_info for value in func._schema.returns]
+    aliased = bool(returned) and all(info is not None for info in returned)
+    return aliased and not any(info.is_write for info in returned) and not _written_arguments(func)
 
 
 @functools.cache

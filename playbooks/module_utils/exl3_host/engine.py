@@ -110,6 +110,11 @@ class Engine:
                 f"({method} {path}).",
                 "See its log: journalctl -u docker.",
             ) from None
+        except (ConnectionError, http.client.HTTPException) as error:
+            raise HostError(
+                f"the Docker engine at {self.socket} broke off ({method} {path}: {error}).",
+                "It was restarted, or it crashed: journalctl -u docker. Then deploy again.",
+            ) from None
         finally:
             connection.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hub_server
 import pytest
-from exl3_host import lock, recipe_edit
+from exl3_host import lock, lock_make, recipe_edit
 from exl3_host.errors import HostError
 from exl3_host.recipe import load_recipe
 from ruamel.yaml import YAML
@@ -77,7 +77,7 @@ def test_a_folder(model: Path) -> None:
 
     (model / ".git").mkdir()
     (model / ".git" / "config").write_text("not the model's")
-    found = lock.lock_folder(model)
+    found = lock_make.lock_folder(model)
     shutil.rmtree(model / ".git")
     assert found["files"] == by_hand(model)
     with safe_open(model / "model.safetensors", "pt") as tensors:
@@ -93,7 +93,7 @@ def test_a_folder(model: Path) -> None:
         "model.safetensors",
     ]
     with pytest.raises(HostError, match=r"has no config\.json"):
-        lock.lock_folder(model)
+        lock_make.lock_folder(model)
 
 
 def test_a_repository_of_the_hub(checkout: Path, model: Path, recipe: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import hub_server
 import pytest
-from exl3_host import fetch, lock, store
+from exl3_host import fetch, lock, lock_make, store
 from exl3_host.errors import HostError
 
 REVISION = hub_server.COMMIT
@@ -50,7 +50,7 @@ def request(tmp_path: Path, locked: Path | None = None, **changes) -> store.Requ
         "folder": tmp_path / "store/models/little-0123",
         "store": tmp_path / "store",
         "python": Path(sys.executable),
-        "lock": None if locked is None else lock.lock_folder(locked),
+        "lock": None if locked is None else lock_make.lock_folder(locked),
     }
     return store.Request(**{**values, **changes})
 
@@ -196,14 +196,14 @@ def test_a_secret_shows_nowhere(tmp_path, hub, repository, monkeypatch) -> None:
 IN_NAMESPACE = """
 import json, os, sys
 from pathlib import Path
-from exl3_host import lock, store
+from exl3_host import lock_make, store
 from exl3_host.errors import HostError
 given = json.loads(sys.argv[1])
 folder = Path(given["store"])
 request = store.Request(
     source={"kind": "hub", "repo": "someone/little", "revision": given["revision"]}, quantize=None,
     folder=folder / "models" / "little-0123", store=folder, python=Path(sys.executable),
-    lock=lock.lock_folder(Path(given["locked"])) if given["locked"] else None)
+    lock=lock_make.lock_folder(Path(given["locked"])) if given["locked"] else None)
 try:
     print(json.dumps(store.ensure(request, verify=True)[0]))
 except HostError as error:
@@ -268,7 +268,7 @@ def test_the_lock_beside_a_recipe_is_used(tmp_path, repository) -> None:
         "venv": {"dir": "/venv"},
     }
     assert store.request_from_plan(plan, tmp_path / "store").lock is None
-    found = lock.lock_folder(repository)
+    found = lock_make.lock_folder(repository)
     found["source"] = {"kind": "hub", "repo": "someone/little", "revision": REVISION}
     (tmp_path / "good.files.json").write_text(lock.as_text(found))
     assert store.request_from_plan(plan, tmp_path / "store").lock == found

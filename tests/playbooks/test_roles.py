@@ -70,6 +70,7 @@ def test_what_runs_on_a_host_needs_the_standard_library_alone():
     carried = ["venv", "store", "service", "spec", "status", "wait", "hints", "supervisor"]
     carried += ["systemd", "procs", "preflight", "repairs", "errors", "engine", "engine_host"]
     carried += ["containers", "runner", "rehearsal", "releases", "refusals", "seccomp", "gpu_use"]
+    carried += ["fetch", "manifest", "lock", "learned", "kv", "headers", "bundle", "fit"]
     for name in carried:
         tree = ast.parse((PLAYBOOKS / "module_utils" / "exl3_host" / f"{name}.py").read_text())
         for node in ast.walk(tree):

@@ -198,9 +198,12 @@ def recipe_lock(
 def _make_lock(
     model: dict, path: Path, revision: str | None, folder: Path | None, token_file: Path | None
 ) -> dict:
+    # The Hub's client takes a second to load.
+    from . import lock_make
+
     tell = _teller()
     if folder is not None:
-        found = lock.lock_folder(folder, tell)
+        found = lock_make.lock_folder(folder, tell)
         if model.get("repo"):
             # The files are those of a commit only if somebody says which.
             commit = revision or model.get("revision")
@@ -212,7 +215,7 @@ def _make_lock(
         return found
     if model.get("path"):
         place = Path(str(model["path"])).expanduser()
-        return lock.lock_folder(place if place.is_absolute() else path.parent / place, tell)
+        return lock_make.lock_folder(place if place.is_absolute() else path.parent / place, tell)
     if not model.get("repo"):
         raise HostError(
             "There is nothing to lock: a file of a package is pinned by its SHA-256.",
@@ -229,7 +232,7 @@ def _make_lock(
             raise HostError(
                 f"The token file {token_file} cannot be read: {error.strerror}."
             ) from None
-    return lock.lock_hub(str(model["repo"]), str(wanted), token, tell)
+    return lock_make.lock_hub(str(model["repo"]), str(wanted), token, tell)
 
 
 def _teller():

@@ -124,8 +124,8 @@ def test_both_streams_of_a_log_in_order(folder):
 
 def test_an_engine_that_breaks_off(folder):
     server = Scripted(folder / "s", http(200, VERSION), b"")
-    with pytest.raises(HostError, match=r"broke off \(GET /info"):
-        engine.Engine(server.url).info()
+    with pytest.raises(HostError, match=r"broke off \(GET /images"):
+        engine.Engine(server.url).image("x")
 
 
 def test_a_socket_of_somebody_else(folder):

@@ -143,15 +143,6 @@ class Engine:
         """The API version as numbers."""
         return tuple(int(part) for part in self.version()["ApiVersion"].split("."))
 
-    def info(self) -> dict:
-        """`docker info` as JSON."""
-        return self.call("GET", "/info")
-
-    def platform(self) -> str:
-        """`linux/amd64` or `linux/arm64`, as images name it."""
-        found = self.version()
-        return f"{found['Os']}/{found['Arch']}"
-
     def image(self, reference: str) -> dict | None:
         """`docker image inspect`, None where the image is not there."""
         quoted = urllib.parse.quote(reference, safe="/:@")
@@ -178,10 +169,6 @@ class Engine:
         """SIGTERM, then SIGKILL after `grace_s`; returns when it has ended."""
         query = {"t": str(grace_s)}
         self.call("POST", f"/containers/{name}/stop", query=query, timeout_s=grace_s + 60)
-
-    def rename(self, name: str, new: str) -> None:
-        """Give a container another name."""
-        self.call("POST", f"/containers/{name}/rename", query={"name": new})
 
     def remove(self, name: str) -> bool:
         """Remove a container that does not run; False where there is none."""

@@ -106,6 +106,7 @@ def from_recipe(options: argparse.Namespace, build: dict, sight: cards.Sight) ->
         instance = planner.Instance(
             name=loaded.recipe.name,
             store="/",
+            runtime="native",  # inside a container nothing starts another one
             venv=str(HOME / "venv"),
             port=options.port,
             host=options.host,

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "linear/gemm.h"
+#include "linear/output.h"
 
 namespace exl3 {
 

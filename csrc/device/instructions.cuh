@@ -9,6 +9,10 @@
 #include <cstdint>
 
 namespace exl3 {
+#ifndef EARLY
+#define EARLY 1
+#endif
+inline constexpr int kEarlyStages = EARLY;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define EXL3_HAS_DEPENDENT_LAUNCH 1
@@ -56,6 +60,10 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // Programmatic dependent launch. `release_dependents` lets the next kernel of the stream start its

@@ -9,10 +9,6 @@
 #include <cstdint>
 
 namespace exl3 {
-#ifndef EARLY
-#define EARLY 1
-#endif
-inline constexpr int kEarlyStages = EARLY;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define EXL3_HAS_DEPENDENT_LAUNCH 1
@@ -22,6 +18,13 @@ inline constexpr int kEarlyStages = EARLY;
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// threadIdx.x, read again where it is called rather than kept in a register.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
 }
 
 // D[16 channels, 8 rows] += A[16, 16] * B[16, 8], fp16 operands, fp32 accumulators.

@@ -8,7 +8,7 @@
 #include "device/forms.h"
 #include "format/codebook.cuh"
 #include "linear/gemm_limits.h"
-#include "linear/output.h"
+#include "linear/operands.h"
 
 namespace exl3 {
 

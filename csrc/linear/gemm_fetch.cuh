@@ -46,9 +46,9 @@ struct Fetcher {
     const UnitRange share = share_of_group<C>(segment, stop, group());
     const GemmShard& shard = shard_of_strip(p, strip);
     left = share.end - share.begin;
-    weights =
-        shard.weights + thread_bytes() +
-        (int64_t{share.begin} - int64_t{shard.columns.strip_begin} * strip_steps) * C::kStepWeightBytes;
+    weights = shard.weights + thread_bytes() +
+              (int64_t{share.begin} - int64_t{shard.columns.strip_begin} * strip_steps) *
+                  C::kStepWeightBytes;
     rows = shard.image + blockIdx.y * p.image_tile_bytes + thread_bytes() +
            int64_t{share.begin - strip * strip_steps} * C::kStepRowBytes;
     segment = stop;

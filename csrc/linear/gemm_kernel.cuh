@@ -52,14 +52,14 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     // Weights depend on no other kernel, so the ring starts to fill while the input transform runs.
     Fetcher<C> ahead = fetcher;
 #pragma unroll 1
-    for (int i = 0; i < kEarlyStages && ahead.ready(); ++i, ahead.advance()) {
+    for (int i = 0; i < C::kEarlyStages && ahead.ready(); ++i, ahead.advance()) {
       ahead.fetch_weights(fetch_to + i * C::kStageBytes);
     }
     await_predecessors();
 #pragma unroll 1
     for (int i = 0; i < C::kStages - 1; ++i) {
       if (fetcher.ready()) {
-        if (i >= kEarlyStages) fetcher.fetch_weights(fetch_to + i * C::kStageBytes);
+        if (i >= C::kEarlyStages) fetcher.fetch_weights(fetch_to + i * C::kStageBytes);
         fetcher.fetch_rows(fetch_to + i * C::kStageBytes);
         fetcher.advance();
       }
@@ -176,8 +176,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     }
     const float4 scales = unpack_scales(raw_scales);
     const int64_t first_row = int64_t{row_tile} * C::kRows + warp;
-#pragma unroll
-    for (int i = 0; i < C::kWarpRows; ++i) hadamard_128(z[i], lane);
+    hadamard_128(z, lane);
 #pragma unroll
     for (int i = 0; i < C::kWarpRows; ++i) {
       if (warp + C::kWarps * i >= rows_left) continue;

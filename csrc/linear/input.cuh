@@ -5,16 +5,9 @@
 
 #include <cstdint>
 
-#include "linear/output.h"
+#include "linear/operands.h"
 
 namespace exl3 {
-
-struct Input {
-  const void* x;  // [m, k_in], rows stride apart
-  int64_t stride;
-  Dtype dtype;        // bfloat16 or float16
-  int k_begin, k_in;  // the inputs that x holds of the k of the weight; the others are zero
-};
 
 __device__ __forceinline__ float2 unpack_pair(uint32_t raw, bool bfloat16) {
   if (bfloat16) return make_float2(__uint_as_float(raw << 16), __uint_as_float(raw & 0xFFFF0000u));
@@ -25,8 +18,7 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t raw, bool bfloat16) {
 template <int kCount>
 __device__ __forceinline__ void load_inputs(const Input& in, int64_t row, int first,
                                             float (&v)[kCount]) {
-  const auto* from =
-      static_cast<const uint16_t*>(in.x) + row * in.stride + (first - in.k_begin);
+  const auto* from = static_cast<const uint16_t*>(in.x) + row * in.stride + (first - in.k_begin);
   const bool bfloat16 = in.dtype == Dtype::kBfloat16;
   constexpr int kVector = kCount < 8 ? kCount : 8;  // elements of one load
   const bool inside = first >= in.k_begin && first + kCount <= in.k_begin + in.k_in;

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "device/convert.cuh"
-#include "linear/output.h"
+#include "linear/operands.h"
 
 namespace exl3 {
 

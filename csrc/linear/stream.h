@@ -1,11 +1,10 @@
-// The product for few rows in one pass over the weight: what the host hands to the device.
+// The product for one row: what the host hands to the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "device/forms.h"
-#include "linear/input.cuh"
-#include "linear/output.h"
+#include "linear/operands.h"
 #include "linear/stream_limits.h"
 
 namespace exl3 {
@@ -20,15 +19,13 @@ struct StreamParams {
   StreamShard shards[kMaxShards];
   int shard_count;
   Input input;
-  int m;             // rows, 1 to kStreamRows
-  int kept_rows;     // of the activations in shared memory: a power of two from m on
   int k;             // multiple of 128
   int strips;        // of all shards
   int positions;     // thread blocks
   EvenSplit split;   // of the k16 steps of all strips to positions
   int input_blocks;  // room in shared memory, in blocks of 128 inputs
-  float* partials;   // [positions + strips][m][128]: of position p and strip s at p + s
-  float* ends;       // [strips][m][128]: last pieces of strips, see stream_kernel.cuh
+  float* partials;   // [positions + strips][128]: of position p and strip s at p + s
+  float* ends;       // [strips][128]: last pieces of strips, see stream_kernel.cuh
   DecodeConstants constants;
 };
 
@@ -39,7 +36,7 @@ struct FinishShard {
 struct FinishParams {
   FinishShard shards[kMaxShards];
   int shard_count;
-  int m, k, strips;
+  int k, strips;
   EvenSplit split;
   const float *partials, *ends;
   Output out;

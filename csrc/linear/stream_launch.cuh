@@ -8,8 +8,7 @@ namespace exl3 {
 
 template <class C>
 cudaError_t launch_stream_config(const StreamParams& params, const StreamLaunch& launch) {
-  const int shared_bytes = C::kWarps * C::kRingBytes +
-                           params.input_blocks * stream_block_bytes(params.kept_rows);
+  const int shared_bytes = C::kWarps * C::kRingBytes + params.input_blocks * kStreamBlockBytes;
   auto* kernel = stream_kernel<C>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -18,18 +17,11 @@ cudaError_t launch_stream_config(const StreamParams& params, const StreamLaunch&
                        launch.dependent_launch, launch.stream, params);
 }
 
-template <int kHalfBits, Family kFamily, Form kForm>
-cudaError_t launch_stream_form(const StreamParams& params, const StreamLaunch& launch) {
-  return params.kept_rows <= 2
-             ? launch_stream_config<StreamConfig<kHalfBits, kFamily, kForm, false>>(params, launch)
-             : launch_stream_config<StreamConfig<kHalfBits, kFamily, kForm, true>>(params, launch);
-}
-
 template <int kHalfBits, Family kFamily>
 cudaError_t launch_stream_family(const StreamParams& params, const StreamLaunch& launch) {
   return launch.form == Form::kFast
-             ? launch_stream_form<kHalfBits, kFamily, Form::kFast>(params, launch)
-             : launch_stream_form<kHalfBits, kFamily, Form::kExact>(params, launch);
+             ? launch_stream_config<StreamConfig<kHalfBits, kFamily, Form::kFast>>(params, launch)
+             : launch_stream_config<StreamConfig<kHalfBits, kFamily, Form::kExact>>(params, launch);
 }
 
 template <int kHalfBits>

@@ -1,4 +1,4 @@
-# The CUDA kernels: target _C_cuda, from csrc/linear and csrc/ops/cuda_*.cpp.
+# The CUDA kernels: target _C_cuda, from csrc/linear, csrc/moe and csrc/ops/cuda_*.cpp.
 #
 # nvcc is called by plain commands. CMake's own CUDA language wants a whole toolkit, and what people
 # have is often only the compiler: NVIDIA's PyPI wheels (requirements/kernels.txt) hold no lib64 and
@@ -58,18 +58,28 @@ get_filename_component(cuda_root "${cuda_root}" REALPATH)
 if(nvcc_version VERSION_LESS 13.0)
   exl3_without_cuda("${EXL3_NVCC} is version ${nvcc_version}, and sm_121 needs 13.0 or newer.")
 endif()
-find_library(EXL3_CUDART libcudart_static.a NO_DEFAULT_PATH HINTS ${cuda_root}
+# Cross-compiling takes the runtime and its headers from the target's toolkit, the compiler from ours.
+set(EXL3_CUDA_TARGET "" CACHE PATH "Toolkit (include, lib) of the processor that is compiled for")
+set(runtime_root ${cuda_root})
+if(EXL3_CUDA_TARGET)
+  set(runtime_root ${EXL3_CUDA_TARGET})
+elseif(CMAKE_CROSSCOMPILING)
+  exl3_without_cuda("EXL3_CUDA_TARGET names no toolkit for ${CMAKE_SYSTEM_PROCESSOR}.")
+endif()
+find_library(EXL3_CUDART libcudart_static.a NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH
+             HINTS ${runtime_root}
              PATH_SUFFIXES lib64 lib targets/${CMAKE_SYSTEM_PROCESSOR}-linux/lib
                            targets/sbsa-linux/lib)
-find_path(EXL3_CUDA_INCLUDE cuda_runtime.h NO_DEFAULT_PATH HINTS ${cuda_root}
+find_path(EXL3_CUDA_INCLUDE cuda_runtime.h NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH
+          HINTS ${runtime_root}
           PATH_SUFFIXES include targets/${CMAKE_SYSTEM_PROCESSOR}-linux/include
                         targets/sbsa-linux/include)
 if(NOT EXL3_CUDART OR NOT EXL3_CUDA_INCLUDE)
-  exl3_without_cuda("${cuda_root} lacks libcudart_static.a or cuda_runtime.h.")
+  exl3_without_cuda("${runtime_root} lacks libcudart_static.a or cuda_runtime.h.")
 endif()
 
-file(GLOB cuda_kernels CONFIGURE_DEPENDS csrc/linear/*.cu)
-file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/linear/*.cpp csrc/ops/cuda_*.cpp)
+file(GLOB cuda_kernels CONFIGURE_DEPENDS csrc/linear/*.cu csrc/moe/*.cu)
+file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/linear/*.cpp csrc/moe/*.cpp csrc/ops/cuda_*.cpp)
 if(NOT cuda_kernels)
   exl3_without_cuda("csrc/linear holds no kernels.")
 endif()
@@ -99,6 +109,11 @@ separate_arguments(nvcc_flags UNIX_COMMAND "${EXL3_NVCC_FLAGS}")
 list(PREPEND nvcc_flags -std=c++20 -O3 --expt-relaxed-constexpr --compress-mode=size
      -Xcompiler=-fPIC,-fvisibility=hidden -ccbin ${CMAKE_CXX_COMPILER} -I ${CMAKE_SOURCE_DIR}/csrc
      --threads ${EXL3_NVCC_THREADS})
+if(EXL3_CUDA_TARGET)
+  # nvcc knows only its own toolkit for its own processor; with another one it names no folder at all.
+  # A few headers belong to the compiler and are not in the target's packages.
+  list(APPEND nvcc_flags -isystem ${EXL3_CUDA_INCLUDE} -isystem ${cuda_root}/include)
+endif()
 
 set(cuda_objects "")
 foreach(source IN LISTS cuda_kernels)
@@ -117,7 +132,8 @@ endforeach()
 file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
 
 # A calibration belongs to the kernels it measured, so the library knows their sources.
-file(GLOB hashed CONFIGURE_DEPENDS csrc/format/* csrc/device/* csrc/linear/* csrc/ops/cuda_*)
+file(GLOB hashed CONFIGURE_DEPENDS csrc/format/* csrc/device/* csrc/linear/* csrc/moe/*
+     csrc/ops/cuda_* csrc/ops/moe_problem.h csrc/ops/stream.h)
 set(build_info ${CMAKE_BINARY_DIR}/cuda/exl3_source_hash.h)
 add_custom_command(
   OUTPUT ${build_info}
@@ -150,8 +166,7 @@ target_compile_definitions(_C_cuda PRIVATE TORCH_TARGET_VERSION=0x020a0000000000
 target_compile_options(_C_cuda PRIVATE -O3 -Wall -Wextra)
 target_link_options(_C_cuda PRIVATE -Wl,--no-as-needed -Wl,--exclude-libs,ALL)
 target_link_libraries(_C_cuda PRIVATE
-  ${TORCH_DIR}/lib/libtorch.so ${TORCH_DIR}/lib/libtorch_cpu.so ${TORCH_DIR}/lib/libc10.so
-  torch_cuda_stub ${EXL3_CUDART} dl pthread rt)
+  ${torch_libraries} torch_cuda_stub ${EXL3_CUDART} dl pthread rt)
 
 if(EXL3_CUDA STREQUAL "AUTO")
   set_target_properties(_C_cuda PROPERTIES EXCLUDE_FROM_ALL TRUE)

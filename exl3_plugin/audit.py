@@ -24,7 +24,9 @@ from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 
 from exl3_plugin import env
 from exl3_plugin.loading import Held, LoadError
+from exl3_plugin.moe import HeldExperts
 from exl3_plugin.shards import OTHER_MODELS
+from exl3_plugin.taken import as_taken, marker_names, unbuilt_head, unquantised_homes
 
 if TYPE_CHECKING:
     from exl3_plugin.config import Exl3Config
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.exl3")
 
 SHOWN = 20
+
+HELD = (Held, HeldExperts)
+"""What an EXL3 layer keeps as its `exl3`."""
 
 
 class LoadWatch(TorchDispatchMode):
@@ -143,6 +148,11 @@ def skip_rules(model: torch.nn.Module, config: Exl3Config) -> list[tuple[str, Ca
         and sum(_address(parameter) == _address(other) for other in model.parameters()) > 1
     }
 
+    elsewhere = frozenset().union(
+        *(m.exl3.elsewhere for m in model.modules()
+          if isinstance(getattr(m, "exl3", None), HeldExperts))
+    )  # fmt: skip
+
     def mapped(name: str) -> str | None:
         return mapper.map_name(name) if mapper is not None else name
 
@@ -161,6 +171,10 @@ def skip_rules(model: torch.nn.Module, config: Exl3Config) -> list[tuple[str, Ca
                 re.search(r"rotary\w*\.(inv_freq|cos_cached|sin_cached)$", name)
             ),
         ),
+        (
+            "routed experts of other ranks",
+            lambda name: name.rpartition(".")[0] in elsewhere,
+        ),
         ("multi-token prediction layers, which only a draft builds", draft_layer),
         ("towers and drafts that this model class does not build", of_another_model),
         (f"dropped by {type(model).__name__}'s weight map", lambda name: mapped(name) is None),
@@ -173,6 +187,10 @@ def skip_rules(model: torch.nn.Module, config: Exl3Config) -> list[tuple[str, Ca
             lambda name: bool(unused and unused(name)),
         ),
         ("tied to the embedding", lambda name: mapped(name) in tied),
+        (
+            f"a head, for which {type(model).__name__} takes its embedding",
+            lambda name: unbuilt_head(model, name),
+        ),
     ]  # fmt: skip
 
 
@@ -193,6 +211,8 @@ def audit(
     """
     skipped: Counter[str] = Counter()
     homeless: list[str] = []
+    if not draft:
+        watch.placed |= marker_names(unquantised_homes(model, config), config)
     rules = skip_rules(model, config)
     for name in [] if draft else config.checkpoint.tensors:
         if name in watch.placed:
@@ -231,7 +251,7 @@ def _unfilled(model: torch.nn.Module, watch: LoadWatch, draft: bool) -> Iterator
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         held = getattr(module, "exl3", None)
-        if isinstance(held, Held):
+        if isinstance(held, HELD):
             yield from sorted(held.missing)
         if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             continue  # scales with defaults, which few checkpoints carry
@@ -240,7 +260,7 @@ def _unfilled(model: torch.nn.Module, watch: LoadWatch, draft: bool) -> Iterator
             if not address or address in seen or not watch.owned(parameter):
                 continue
             seen.add(address)
-            if isinstance(held, Held) and name != "bias":
+            if isinstance(held, HELD) and name != "bias":
                 continue
             if draft and re.search(r"(^|\.)(embed_tokens|lm_head)$", prefix):
                 continue
@@ -284,9 +304,10 @@ def install_audit() -> None:
         if config is None:
             return original(self, model, model_config)
         watch = LoadWatch(model)
+        draft = getattr(model_config, "runner_type", "") == "draft"
         inner = model.load_weights
         model.load_weights = lambda weights, *a, **k: inner(
-            watch.stream(without_padding(weights, config)), *a, **k
+            as_taken(model, watch.stream(weights), config, draft=draft), *a, **k
         )
         try:
             with watch:
@@ -301,25 +322,10 @@ def install_audit() -> None:
         finally:
             del model.load_weights
         watch.finish(model)
-        report(model, config, watch, getattr(model_config, "runner_type", "") == "draft")
+        report(model, config, watch, draft)
 
     load_weights.exl3_audited = True
     DefaultModelLoader.load_weights = load_weights
-
-
-def without_padding(
-    weights: Iterable[tuple[str, torch.Tensor]], config: Exl3Config
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut biases that were stored as wide as the padded layer to the model's own width.
-
-    Biases belong to vLLM's layers, whose loaders take none that is too long.
-    """
-    for name, tensor in weights:
-        parent, _, suffix = name.rpartition(".")
-        module = config.checkpoint.modules.get(parent)
-        if suffix == "bias" and module is not None and module.kind == "exl3" and module.n_true:
-            tensor = tensor[: module.n_true]
-        yield name, tensor
 
 
 def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: bool) -> None:
@@ -331,7 +337,7 @@ def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: 
             raise
         logger.warning("EXL3_LOAD_AUDIT=warn, serving all the same: %s", error)
         skipped = {}
-    layers = [m.exl3 for m in model.modules() if isinstance(getattr(m, "exl3", None), Held)]
+    layers = [m.exl3 for m in model.modules() if isinstance(getattr(m, "exl3", None), HELD)]
     bits = Counter(
         module.bits for held in layers for module in held.modules if module.kind == "exl3"
     )
@@ -339,7 +345,7 @@ def report(model: torch.nn.Module, config: Exl3Config, watch: LoadWatch, draft: 
     nbytes = sum(
         parameter.numel() * parameter.element_size()
         for module in model.modules()
-        if isinstance(getattr(module, "exl3", None), Held)
+        if isinstance(getattr(module, "exl3", None), HELD)
         for parameter in module.parameters(recurse=False)
     )
     logger.info(

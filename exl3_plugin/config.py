@@ -7,10 +7,10 @@ with which bits and codebook, comes from the safetensors headers; both JSON conf
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 
 from exl3_plugin import env
 from exl3_plugin.checkpoint import Checkpoint, CheckpointError, Module, read_checkpoint
+from exl3_plugin.expert_names import check_experts
 from exl3_plugin.shards import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ FUSED = {
     "in_proj_qkvbfg_a": ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"],
     "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
     "in_proj_ba": ["in_proj_b", "in_proj_a"],
+    "wk_weights_proj": ["wk", "weights_proj"],
 }
 
 # Path segments that wrapper classes put in front of, or leave out of, the same module's name.
@@ -140,12 +142,15 @@ class Exl3Config(QuantizationConfig):
     def members(self, prefix: str) -> list[tuple[str, Module | None]]:
         """The stored modules that make up the layer `prefix`, in output order, None where absent.
 
-        A layer stored under its own name is one member even if it could also be assembled.
+        A layer stored under its own name is one member even if it could also be assembled; one that
+        its model class takes for stored fused is assembled where the checkpoint holds the parts.
         """
         own = self.find(prefix)
         parent, dot, leaf = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(leaf) or FUSED.get(leaf)
-        if own is not None or not parts or parts == [leaf]:
+        parts = self.packed_modules_mapping.get(leaf)
+        if not parts or parts == [leaf]:
+            parts = FUSED.get(leaf)
+        if own is not None or not parts:
             return [(prefix, own)]
         return [(f"{parent}{dot}{part}", self.find(f"{parent}{dot}{part}")) for part in parts]
 
@@ -181,7 +186,9 @@ class Exl3Config(QuantizationConfig):
             self.record.plain(layer, prefix, [(prefix, self.find(prefix))])
             return LookupOnlyMethod()
         if isinstance(layer, RoutedExperts):
-            refuse_routed_experts(self.checkpoint)
+            from exl3_plugin.moe import method_for
+
+            return method_for(self, layer, prefix)
         return None
 
     def _prepare(self) -> None:
@@ -203,7 +210,13 @@ class Exl3Config(QuantizationConfig):
         from exl3_plugin.head import install_head
 
         if model_parallel_is_initialized():
-            check_tensor_parallel(self.checkpoint, get_tensor_model_parallel_world_size())
+            current = get_current_vllm_config_or_none()
+            check_tensor_parallel(
+                self.checkpoint,
+                get_tensor_model_parallel_world_size(),
+                whole_experts=current is not None
+                and current.parallel_config.enable_expert_parallel,
+            )
         record = boot.prepare(self.checkpoint)
         install_head()
         install_audit()
@@ -222,14 +235,4 @@ def refuse_unsupported(checkpoint: Checkpoint) -> None:
                 f"{name}.trellis is a quantised embedding, which this version cannot serve; "
                 "convert the model without `embed_bits`"
             )
-    refuse_routed_experts(checkpoint)
-
-
-def refuse_routed_experts(checkpoint: Checkpoint) -> None:
-    """Refuse checkpoints whose routed experts are EXL3."""
-    for name, module in checkpoint.modules.items():
-        if module.kind == "exl3" and re.search(r"\.experts\.\d+\.", name):
-            raise CheckpointError(
-                f"{name} is an EXL3 routed expert, and this version serves dense models only; "
-                "mixture-of-experts checkpoints come with a later one"
-            )
+    check_experts(checkpoint)

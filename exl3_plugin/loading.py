@@ -8,6 +8,7 @@ another order, into which each matrix is brought in place once it is loaded.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # The stored suffixes of an EXL3 linear, and the parameter each is copied into.
 SCALES = {"suh": "suh", "su": "suh", "svh": "svh", "sv": "svh"}
+
+OFFERED: dict[str, torch.Tensor] = {}
+"""Stored tensors that were handed to a model's loader and have not come back yet, by name."""
 
 SHARD_NAMES = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
 
@@ -182,7 +186,7 @@ def _destinations(layer: torch.nn.Module, layout: Layout) -> dict[str, Destinati
     def suh(index: int):
         for number, segment in enumerate(layout.quantised):
             if segment.member == index:
-                yield layer.suh.data[number], lambda w: _scales(w)[rows.first : rows.stop]
+                yield layer.suh.data[number], lambda w: scales(w)[rows.first : rows.stop]
 
     def svh(index: int):
         at = 0
@@ -192,7 +196,7 @@ def _destinations(layer: torch.nn.Module, layout: Layout) -> dict[str, Destinati
                 count = max(columns.stop - columns.start, 0)
                 yield (
                     layer.svh.data[at : at + count],
-                    lambda w, columns=columns: _scales(w)[columns],
+                    lambda w, columns=columns: scales(w)[columns],
                 )
             at += segment.columns.loaded
 
@@ -217,7 +221,7 @@ def _int16(words: torch.Tensor) -> torch.Tensor:
     return words if words.dtype == torch.int16 else words.view(torch.int16)
 
 
-def _scales(vector: torch.Tensor) -> torch.Tensor:
+def scales(vector: torch.Tensor) -> torch.Tensor:
     """`suh`/`svh` as stored; legacy packed signs as float16 +-1, bit i of word q for 16q + i."""
     if vector.is_floating_point():
         return vector
@@ -237,9 +241,9 @@ def _loader(held: Held, suffix: str, destination: Destination | None) -> Callabl
             expected = "no such tensor" if stored is None else list(stored.shape)
             raise LoadError(
                 f"{module.name}.{suffix}: the model's loader passed {list(loaded.shape)}, the "
-                f"checkpoint holds {expected}; this model rearranges weights in a way that EXL3 "
-                "tensors do not survive"
+                f"checkpoint holds {expected}; {_REARRANGED}"
             )
+        _refuse_rearranged(stored.name, loaded)
         if destination is None:
             _check_marker(stored.name, loaded)
             param.data[index : index + 1].copy_(loaded.reshape(1))
@@ -249,6 +253,23 @@ def _loader(held: Held, suffix: str, destination: Destination | None) -> Callabl
         held.missing.discard(stored.name)
 
     return load
+
+
+_REARRANGED = "this model rearranges weights in a way that EXL3 tensors do not survive"
+
+
+def _refuse_rearranged(name: str, loaded: torch.Tensor) -> None:
+    """Refuse a tensor of the right shape whose contents a model's loader has permuted.
+
+    Some classes sort fused query, key and value rows by head (Bloom). What was handed out mostly
+    comes back as the same memory; copies are compared.
+    """
+    stored = OFFERED.pop(name, None)
+    if stored is None or loaded is stored:
+        return
+    here = (loaded.data_ptr(), loaded.stride()) == (stored.data_ptr(), stored.stride())
+    if not here and not torch.equal(loaded, stored.to(loaded.device)):
+        raise LoadError(f"{name}: the model's loader passed other contents; {_REARRANGED}")
 
 
 def _member_of(layout: Layout, shard) -> int:
@@ -285,8 +306,11 @@ def finish(layer: torch.nn.Module, prefix: str) -> None:
     would keep the words of a reload alive beside those that graphs use.
     """
     held: Held = layer.exl3
-    if held.missing and not _dummy_weights():
-        raise LoadError(f"{prefix} was not filled; not loaded: {', '.join(sorted(held.missing))}")
+    if held.missing:
+        if not _dummy_weights():
+            missing = ", ".join(sorted(held.missing))
+            raise LoadError(f"{prefix} was not filled; not loaded: {missing}")
+        invent(layer, prefix)
     keep = {"trellis", "suh", "svh", "weight", "bias"}
     for name in [name for name, _ in layer.named_parameters(recurse=False) if name not in keep]:
         delattr(layer, name)
@@ -295,6 +319,26 @@ def finish(layer: torch.nn.Module, prefix: str) -> None:
         del layer.weight
         layer.register_parameter("plain_weight", weight)
     layer.__dict__["qweight"] = layer.trellis.new_empty(0)
+
+
+def invent(layer: torch.nn.Module, prefix: str) -> None:
+    """Random weights for a layer that none were loaded into, the same ones for the same `prefix`.
+
+    Any words are a valid trellis, and they decode to values of size 1. Input scales of 1 / sqrt(k)
+    make outputs as large as inputs, so that a model of any depth stays finite; padding stays zero.
+    """
+    held: Held = layer.exl3
+    generator = torch.Generator(layer.trellis.device).manual_seed(zlib.crc32(prefix.encode()))
+    layer.trellis.data.view(torch.uint8).random_(0, 256, generator=generator)
+    layer.suh.data.fill_(held.layout.members[0].k ** -0.5)
+    layer.svh.data.fill_(1)
+    at = 0
+    for segment in held.layout.quantised:
+        columns = segment.columns
+        beyond = columns.stop - max(held.layout.members[segment.member].n, columns.first)
+        at += columns.loaded
+        if beyond > 0:
+            layer.svh.data[at - beyond : at].zero_()
 
 
 def matrices(layer: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -104,6 +104,8 @@ def load() -> None:
     torch.library.register_fake("exl3::linear", _linear_fake)
     torch.library.register_fake("exl3::reconstruct", _reconstruct_fake)
     torch.library.register_fake("exl3::encode_tiles", _encode_tiles_fake)
+    if hasattr(torch.ops.exl3, "moe"):
+        torch.library.register_fake("exl3::moe", _moe_fake)
     _cuda_error = _load_cuda()
     _apply(options)
 
@@ -204,6 +206,11 @@ def _reconstruct_fake(trellis, codebook):
 def _encode_tiles_fake(tiles, words, codebook):
     count = tiles.shape[0]
     return tiles.new_empty(count, words, dtype=torch.int16), tiles.new_empty(count, 256)
+
+
+def _moe_fake(x, *arguments):
+    sizes = arguments[11]  # inner_begin, inner_size, n_out, paired
+    return x.new_empty(x.shape[0], sizes[2])
 
 
 def cpu_isa() -> str:

@@ -125,7 +125,7 @@ class LoadRecord:
         totals: dict[str, int] = {}
         for entry in modules:
             totals[entry["became"]] = totals.get(entry["became"], 0) + entry["bytes"]
-        device = layer.trellis.device
+        device = next(layer.parameters(recurse=False)).device
         return {
             "version": VERSION,
             "checkpoint": str(self.checkpoint.path),
@@ -144,7 +144,11 @@ def _entries(
     layer: torch.nn.Module, prefix: str, became: str, profile: Profile | None
 ) -> list[dict[str, Any]]:
     """One entry for each stored module of an EXL3 layer, as far as it lies on this rank."""
+    from exl3_plugin.moe import HeldExperts, report_entries
+
     held: Held = layer.exl3
+    if isinstance(held, HeldExperts):
+        return report_entries(layer, prefix, became)
     rows, plans = held.layout.rows, None
     if layer.trellis.is_cuda:
         device = ops.cuda_device(layer.trellis.device)

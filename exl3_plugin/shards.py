@@ -237,7 +237,12 @@ def lay_out_head(
     return Layout((member,), covering(0, input_size), (segment,), ((0,),))
 
 
-def _divisibility(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, bool]]:
+_EXPERT = re.compile(r"\.experts\.\d+$")
+
+
+def _divisibility(
+    checkpoint: Checkpoint, whole_experts: bool
+) -> Iterator[tuple[str, str, int, bool]]:
     """What has to divide by the tensor parallel size: (tensor, what, count, may be replicated)."""
     config = checkpoint.config.get("text_config") or checkpoint.config
     heads = config.get("num_attention_heads")
@@ -246,13 +251,16 @@ def _divisibility(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, bool]
         if module.kind != "exl3" or OTHER_MODELS.search(name):
             continue
         parent, _, leaf = name.rpartition(".")
+        expert = _EXPERT.search(parent) is not None
+        if expert and whole_experts:
+            continue
         if parent.endswith("self_attn") and heads and leaf in ("q_proj", "o_proj"):
             yield name, "attention heads", heads, False
         elif parent.endswith("self_attn") and kv_heads and leaf in ("k_proj", "v_proj"):
             yield name, "key/value heads", kv_heads, True
-        elif leaf in ("gate_proj", "up_proj"):
+        elif leaf in ("gate_proj", "up_proj") or (expert and leaf in ("w1", "w3")):
             yield name, "output columns", module.n_true or module.n, False
-        elif leaf == "down_proj":
+        elif leaf == "down_proj" or (expert and leaf == "w2"):
             yield name, "input rows", module.k_true or module.k, False
 
 
@@ -260,15 +268,16 @@ def _divides(count: int, tp: int, replicable: bool) -> bool:
     return count % tp == 0 or (replicable and tp % count == 0)
 
 
-def check_tensor_parallel(checkpoint: Checkpoint, tp: int) -> None:
+def check_tensor_parallel(checkpoint: Checkpoint, tp: int, *, whole_experts: bool = False) -> None:
     """Refuse a tensor parallel size at which a layer of this checkpoint cannot be divided.
 
-    Needs headers and config.json alone, so it runs before anything is built or read.
+    Needs headers and config.json alone, so it runs before anything is built or read. With
+    `whole_experts` (expert parallelism) ranks share out routed experts without cutting them.
 
     Raises:
         ShardingError: names the first such tensor, its size, `tp`, and the sizes that would work.
     """
-    needs = list(_divisibility(checkpoint))
+    needs = list(_divisibility(checkpoint, whole_experts))
     bad = next((need for need in needs if not _divides(need[2], tp, need[3])), None)
     if bad is None:
         return

@@ -21,6 +21,8 @@ options:
   verify: {type: bool, default: false,
     description: "Read every byte and compare it with the manifest."}
   hf_token_file: {type: str, default: "", description: "File with a Hub token."}
+  licenses: {type: list, elements: str, default: [],
+    description: "Gated repositories whose licence has been accepted."}
   offline: {type: bool, default: false, description: "Use no package index."}
   find_links: {type: list, elements: str, default: [], description: "Folders with wheels."}
 """
@@ -44,6 +46,7 @@ def main() -> None:
             "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
             "verify": {"type": "bool", "default": False},
             "hf_token_file": {"type": "str", "default": "", "no_log": False},
+            "licenses": {"type": "list", "elements": "str", "default": []},
             "offline": {"type": "bool", "default": False},
             "find_links": {"type": "list", "elements": "str", "default": []},
         },
@@ -63,6 +66,7 @@ def main() -> None:
             given["plan"],
             folder,
             hf_token_file=given["hf_token_file"] or None,
+            licenses=tuple(given["licenses"]),
             offline=given["offline"],
             find_links=tuple(given["find_links"]),
         )

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import preflight, spec
+from ansible.module_utils.exl3_host import ab_pin, keys, preflight, spec
 from ansible.module_utils.exl3_host.errors import HostError
 
 DOCUMENTATION = """
@@ -19,6 +19,12 @@ options:
   checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
   store: {type: path, required: true, description: "The store."}
   venv: {type: path, required: true, description: "The venv."}
+  calibration: {type: str, default: "",
+    description: "auto, require or skip, instead of what the recipe says."}
+  others: {type: list, elements: str, default: [],
+    description: "Names of all instances of the host, whose GPUs are taken."}
+  defaults: {type: dict, default: {},
+    description: "Settings of the inventory that an instance may override."}
 """
 
 EXAMPLES = """
@@ -51,6 +57,9 @@ def main() -> None:
             "checkout": {"type": "path", "required": True},
             "store": {"type": "path", "required": True},
             "venv": {"type": "path", "required": True},
+            "calibration": {"type": "str", "default": ""},
+            "others": {"type": "list", "elements": "str", "default": []},
+            "defaults": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
@@ -66,17 +75,26 @@ def main() -> None:
         module.fail_json(msg=f"{venv} cannot plan: deploy the venv first (--tags venv).")
     try:
         instance = preflight.completed(given["instance"])
-        arguments = preflight.plan_arguments(instance, given["bind_address"], store, venv)
+        instance["calibration"] = given["calibration"]
+        # What a comparison found best holds where nobody says otherwise.
+        instance["pinning"] = instance.get("pinning") or ab_pin.chosen(store, name)
+        arguments = preflight.plan_arguments(
+            instance, given["bind_address"], store, venv, given["defaults"], given["others"]
+        )
         plan = preflight.run_planner(command, checkout, arguments)
+        key, ours = plan["serve"]["api_key_file"], keys.default_file(store, name)
+        made_key = key == str(ours) and not ours.exists()
+        if key == str(ours) and not module.check_mode:
+            made_key = keys.ensure(ours)
     except HostError as error:
         module.fail_json(msg=str(error))
     path = store / "plans" / f"{name}.json"
     before = spec.read_json(path)
-    changed = preflight.lasting(before) != preflight.lasting(plan)
-    if changed and not module.check_mode:
+    differs = preflight.lasting(before) != preflight.lasting(plan)
+    if differs and not module.check_mode:
         spec.write_json(path, plan)
     module.exit_json(
-        changed=changed,
+        changed=differs or made_key,
         plan=plan,
         instance=name,
         diff={

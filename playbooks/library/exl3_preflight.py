@@ -21,6 +21,8 @@ options:
   checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
   store: {type: path, required: true, description: "The store."}
   venv: {type: path, required: true, description: "The venv."}
+  defaults: {type: dict, default: {},
+    description: "Settings of the inventory that an instance may override."}
 """
 
 EXAMPLES = """
@@ -45,6 +47,7 @@ def main() -> None:
             "checkout": {"type": "path", "required": True},
             "store": {"type": "path", "required": True},
             "venv": {"type": "path", "required": True},
+            "defaults": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
@@ -58,7 +61,9 @@ def main() -> None:
         preflight.check_disk(venv)
         command = preflight.planner(venv)
         for instance in instances if command else []:
-            arguments = preflight.plan_arguments(instance, given["bind_address"], store, venv)
+            arguments = preflight.plan_arguments(
+                instance, given["bind_address"], store, venv, given["defaults"]
+            )
             plan = preflight.run_planner(command, checkout, arguments)
             # What runs already is judged when it is known whether it has to be replaced.
             if not spec.own_pids(spec.Paths(store, instance["name"])):

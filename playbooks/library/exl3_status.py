@@ -39,6 +39,10 @@ COLUMNS = (
     "GiB",
     "restarts",
     "last exit",
+    "release",
+    "image",
+    "kv tokens",
+    "pin",
 )
 
 
@@ -46,7 +50,8 @@ def row(one: status.Status) -> list[str]:
     up = "-" if one.uptime_s is None else f"{one.uptime_s // 60} min"
     memory = "-" if one.memory_gib is None else f"{one.memory_gib:.2f}"
     cells = [one.instance, one.state, one.url, one.model, one.manager, one.pid]
-    cells += [up, memory, one.restarts, one.last_exit]
+    cells += [up, memory, one.restarts, one.last_exit, one.release, one.image]
+    cells += [one.kv_tokens, one.pin]
     return [str(cell) if cell not in ("", None) else "-" for cell in cells]
 
 
@@ -71,6 +76,11 @@ def main() -> None:
         f"{one.instance} is {one.state}: {one.reason}" + (f" (log: {one.log})" if one.log else "")
         for one in found
         if one.instance in wanted and one.state != "serving"
+    ]
+    problems += [
+        f"{one.instance} does not run where it was pinned to: {one.pin}"
+        for one in found
+        if not one.pin_ok
     ]
     servers = [dataclasses.asdict(one) for one in found]
     module.exit_json(changed=False, table="\n".join(table), problems=problems, servers=servers)

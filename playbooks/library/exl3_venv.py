@@ -23,6 +23,8 @@ options:
   python: {type: str, default: "", description: "Python that creates the venv."}
   torch_index: {type: str, default: "",
     description: "Asked for torch where the package index has no CPU build."}
+  runtimes: {type: list, elements: str, default: [],
+    description: "How the servers run; where all are docker, only what makes plans is installed."}
   offline: {type: bool, default: false, description: "Use no package index."}
   find_links: {type: list, elements: str, default: [], description: "Folders with wheels."}
 """
@@ -48,6 +50,7 @@ def main() -> None:
             "vllm": {"type": "str", "default": venv.VLLM},
             "python": {"type": "str", "default": ""},
             "torch_index": {"type": "str", "default": ""},
+            "runtimes": {"type": "list", "elements": "str", "default": []},
             "offline": {"type": "bool", "default": False},
             "find_links": {"type": "list", "elements": "str", "default": []},
         },
@@ -71,6 +74,7 @@ def main() -> None:
         offline=given["offline"],
         find_links=tuple(given["find_links"]),
         log=log,
+        planner_only=bool(given["runtimes"]) and set(given["runtimes"]) == {"docker"},
     )
     try:
         changed, steps = venv.ensure(settings, module.check_mode)

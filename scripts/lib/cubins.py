@@ -55,7 +55,7 @@ def parse_architectures(text: str) -> frozenset[Code]:
     return frozenset(found)
 
 
-def _sections(data: bytes) -> Iterator[tuple[str, int, bytes]]:
+def sections(data: bytes) -> Iterator[tuple[str, int, bytes]]:
     """Name, type and content of each section of a 64-bit little-endian ELF file."""
     if data[:6] != b"\x7fELF\x02\x01":
         raise CubinError("this is no 64-bit little-endian ELF file")
@@ -72,7 +72,7 @@ def _sections(data: bytes) -> Iterator[tuple[str, int, bytes]]:
 def needed(data: bytes) -> list[str]:
     """Names of the libraries that the dynamic linker loads for this one."""
     strings, entries = b"", b""
-    for name, kind, content in _sections(data):
+    for name, kind, content in sections(data):
         if kind == _DYNAMIC:
             entries = content
         elif kind == _STRTAB and name == ".dynstr":
@@ -90,7 +90,7 @@ def containers(data: bytes) -> list[list[Code]]:
     Raises CubinError where there is none or its layout is unknown.
     """
     found = []
-    for name, _, content in _sections(data):
+    for name, _, content in sections(data):
         if name == ".nv_fatbin":
             found += _read_containers(content)
     if not found:

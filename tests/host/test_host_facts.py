@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from exl3_host import cpus as cpu_lists
-from exl3_host import facts
+from exl3_host import facts, gpus
 from host_files import (
     GIB,
     HostFiles,
@@ -210,7 +210,7 @@ def test_nvidia_smi_rows() -> None:
         "1, GPU-9f, 0000000F:01:00.0, NVIDIA GB10, 12.1, [N/A], 580.95.05\n"
         "No devices were found\n"
     )
-    first, second = facts.parse_gpus(text)
+    first, second = gpus.parse_identity(text)
     assert first["memory_bytes"] == 97887 * 2**20
     assert first["compute_capability"] == "12.0"
-    assert (second["memory_bytes"], second["bus_id"]) == (None, "0000000f:01:00.0")
+    assert (second["memory_bytes"], second["bus_id"]) == (None, "000f:01:00.0")

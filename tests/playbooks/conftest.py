@@ -53,6 +53,8 @@ def make_plan(tmp_path, port):
         plan = {
             "schema": "exl3-plan/1",
             "instance": "small",
+            "recipe": {"name": "small"},
+            "container": None,
             "model": {
                 "source": {"kind": "path", "path": str(model)},
                 "quantize": None,
@@ -67,7 +69,7 @@ def make_plan(tmp_path, port):
                 "port": number,
                 "api_key_file": None,
             },
-            "pin": {"mode": "none", "numactl": []},
+            "pin": {"mode": "none", "cpus": "0", "mems": None, "nodes": [], "numactl": []},
             "fit": {"ok": True, "needed_gib": 0.1, "available_gib": 1.0, "lines": []},
             "health": {
                 "ready_timeout_s": 30,

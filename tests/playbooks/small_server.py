@@ -28,6 +28,7 @@ parser.add_argument("--silent", action="store_true", help="print nothing and nev
 parser.add_argument("--drain", type=float, default=0.0, help="seconds to go on after SIGTERM")
 parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
 parser.add_argument("--worker", action="store_true", help="have a child process that outlives us")
+parser.add_argument("--slow-unless-bound", action="store_true", help="answer fast where pinned")
 parser.add_argument("--noise", type=int, default=0, help="bytes to print at start")
 options, _ = parser.parse_known_args()
 
@@ -77,10 +78,25 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(401, {})
         elif self.path == "/v1/chat/completions" and asked["model"] == options.served_model_name:
             self.answer(200, {"choices": [{"message": {"content": options.answer}}]})
+        elif self.path == "/v1/completions" and asked.get("stream"):
+            self.stream(asked["max_tokens"])
         elif self.path == "/v1/completions":
             self.answer(200, {"choices": [{"text": options.answer}]})
         else:
             self.answer(404, {})
+
+    def stream(self, tokens):
+        """One chunk per token, the usage in the last one, as vLLM does with include_usage."""
+        slow = options.slow_unless_bound and os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        chunks = [{"choices": [{"text": f"word{n} "}]} for n in range(tokens)]
+        for chunk in [*chunks, {"choices": [], "usage": {"completion_tokens": tokens}}]:
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            time.sleep(0.02 if slow else 0.002)
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
 
     def log_message(self, pattern, *values):
         print(pattern % values, flush=True)

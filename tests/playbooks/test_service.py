@@ -29,7 +29,7 @@ def until(condition, seconds=15):
 
 
 def deploy(plan, store, **options):
-    return service.ensure(plan, store, manager="supervisor", **options)
+    return service.ensure(plan, store, service.Options(manager="supervisor"), **options)
 
 
 def look(store, instance="small"):

@@ -34,3 +34,13 @@ def test_unit_file_is_accepted_by_systemd(tmp_path):
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True
     )
     assert str(unit) not in checked.stderr and "exl3-small" not in checked.stderr, checked.stderr
+
+
+def test_the_unit_of_a_container_waits_for_its_engine():
+    limits = {"burst": 3, "interval_s": 3600, "backoff_s": 10, "grace_s": 60}
+    plain = systemd.unit_text("small", ["/bin/true"], limits)
+    boxed = systemd.unit_text("small", ["/bin/true"], {**limits, "container": {"name": "x"}})
+    assert "docker" not in plain
+    assert "After=network.target docker.service\nWants=docker.service\n" in boxed
+    for text in (plain, boxed):
+        assert "StartLimitBurst=3\n" in text and "Restart=on-failure\n" in text

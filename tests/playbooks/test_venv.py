@@ -242,3 +242,31 @@ def test_tools_for_tests_are_no_reason_to_restart_a_server(little_checkout, tmp_
 def test_a_folder_that_is_no_checkout(tmp_path):
     with pytest.raises(HostError, match=r"is no exl3-fleet checkout: pyproject.toml and CMake"):
         venv.ensure(venv.Settings(venv=tmp_path / "venv", checkout=tmp_path))
+
+
+def test_where_servers_run_in_containers_only_the_planner_is_installed(tmp_path, checkout):
+    """What makes plans, from a folder of wheels: neither vLLM nor a compiler is asked for."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for requirement in venv.PLANNER:
+        name = requirement.partition(">=")[0].replace(".", "-")
+        wheel(tmp_path / "made", name, "99.0")
+        for built in (tmp_path / "made" / name).glob("*.whl"):
+            built.rename(folder / built.name.replace("ruamel_yaml", "ruamel.yaml"))
+    settings = venv.Settings(
+        venv=tmp_path / "venv",
+        checkout=checkout,
+        offline=True,
+        find_links=(str(folder),),
+        log=tmp_path / "log",
+        planner_only=True,
+    )
+    assert venv.ensure(settings, is_check=True)[0] and not settings.venv.exists()
+    changed, steps = venv.ensure(settings)
+    assert changed and "servers run in containers" in steps[-1]
+    assert venv.has_distribution(settings.venv, "pydantic==99.0")
+    assert not (settings.venv / venv.STAMP).exists()
+    assert venv.ensure(settings) == (False, [])
+    # A server of its own later: then the whole venv is wanted.
+    good, why = venv.is_current(venv.Settings(venv=settings.venv, checkout=checkout))
+    assert not good and "not set up completely" in why

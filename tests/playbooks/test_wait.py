@@ -33,9 +33,11 @@ def test_exception_whose_message_comes_on_the_next_line():
     assert hints.match(CONFIG_LOG.splitlines())[0].id == "plugin-missing"
 
 
-def test_usage_message_without_exception_is_a_reason():
+def test_usage_message_without_exception_is_a_reason(tmp_path):
     lines = ["usage: vllm serve [model_tag]", "vllm: error: unrecognized arguments: --wings 2"]
-    failure = wait.NotReady("port", "the server ended with exit status 2", "x.log", lines)
+    (tmp_path / "x.log").write_text("\n".join(lines))
+    log = wait.FileLog(str(tmp_path / "x.log"))
+    failure = wait.NotReady("port", "the server ended with exit status 2", log)
     assert "unrecognized arguments: --wings 2" in str(failure)
     assert "does not have an option" in str(failure) and failure.tail == lines
 
@@ -67,3 +69,29 @@ def test_hints_compile_and_are_sentences(hint):
 def test_hint_ids_are_unique():
     names = [hint.id for hint in hints.HINTS]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("set_mempolicy: Operation not permitted", "mempolicy"),
+        ("ncclUnhandled ... Bus error (core dumped)", "shared-memory"),
+        ("Error 804: forward compatibility was attempted on non supported HW", "driver-too-old"),
+        (
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 803: system",
+            "driver-too-old",
+        ),
+        ("Failed to initialize NVML: Unknown Error", "nvml-lost"),
+        ("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=0", "cdi-missing"),
+        ('could not select device driver "" with capabilities: [[gpu]]', "cdi-missing"),
+        ("ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'", "ptxas-too-old"),
+        ("CUDA error: no kernel image is available for execution on the device", "no-kernel-image"),
+        ("RuntimeError: No CUDA GPUs are available", "no-gpu"),
+        ("ValueError: No available memory for the cache blocks. Try increasing", "no-cache-blocks"),
+        ("OSError: [Errno 98] Address already in use", "address-in-use"),
+        ("vllm: error: unrecognized arguments: --wings", "unknown-argument"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "out-of-memory"),
+    ],
+)
+def test_what_people_report_has_a_hint(line, hint):
+    assert hints.match(["loading", line])[0].id == hint

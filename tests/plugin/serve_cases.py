@@ -1,9 +1,9 @@
 """Run as a program: serves checkpoints through vLLM one after the other, in one process.
 
 Starting Python, torch and vLLM takes longer than a small model does, so tests hand over all their
-cases at once. stdin: a JSON list of {model, golden, dtype, ranks, save}; on stdout, one JSON line a
-case: what `exl3_plugin.verify` prints, and loss and mean difference of each prompt. `save` is a
-file for the log probabilities themselves.
+cases at once. stdin: a JSON list of {model, golden, dtype, ranks, engine, save}; stdout: one JSON
+line a case, what `exl3_plugin.verify` prints, and loss and mean difference of each prompt. `engine`
+holds further arguments of vLLM, `save` is a file for the log probabilities themselves.
 """
 
 import json
@@ -16,7 +16,8 @@ from exl3_plugin import verify
 
 def run(case: dict) -> dict:
     golden = verify.read_golden(case["golden"])
-    scored = verify.score(case["model"], golden, dtype=case["dtype"], ranks=case.get("ranks", 1))
+    ranks, engine = case.get("ranks", 1), case.get("engine", {})
+    scored = verify.score(case["model"], golden, dtype=case["dtype"], ranks=ranks, **engine)
     result = verify.compare(golden, scored)
     result["prompt_nll"] = [s.nll for s in scored]
     result["prompt_mean_diff"] = [

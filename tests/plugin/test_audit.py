@@ -46,6 +46,20 @@ def copy(old: str, new: str):
     return change
 
 
+def swap(one: str, two: str):
+    def change(tensors):
+        tensors[one], tensors[two] = tensors[two], tensors[one]
+
+    return change
+
+
+def widen(name: str):
+    def change(tensors):
+        tensors[name] = tensors[name].float()
+
+    return change
+
+
 NORM = "model.layers.1.post_attention_layernorm.weight"
 UNKNOWN = "model.layers.0.self_attn.rotation.weight"
 DAMAGED = {
@@ -54,6 +68,14 @@ DAMAGED = {
     "lost_embedding": (drop("model.embed_tokens.weight"), "filled: model.embed_tokens.weight"),
     "unknown": (copy("model.norm.weight", UNKNOWN), f"stopped at tensor {UNKNOWN}"),
     "renamed_norm": (rename(NORM, NORM.replace("norm.", "norms.")), "post_attention_layernorms"),
+    "swapped": (
+        swap("model.layers.0.mlp.gate_proj.suh", "model.layers.0.mlp.down_proj.suh"),
+        "model.layers.0.mlp.gate_proj (in model.safetensors): suh is F16",
+    ),
+    "other_dtype": (
+        widen("model.layers.1.self_attn.q_proj.svh"),
+        "model.layers.1.self_attn.q_proj (in model.safetensors): svh is F32",
+    ),
     # vLLM drops a bias that the model has no place for without a word.
     "ignored_bias": (
         copy("model.norm.weight", "model.layers.0.mlp.down_proj.bias"),
@@ -105,6 +127,9 @@ def loaded(reference_data, smollm2, tmp_path_factory) -> dict[str, dict]:
     arguments["only_warned"] = {
         "model": cases["ignored_bias"], "env": {"EXL3_LOAD_AUDIT": "warn"}
     }  # fmt: skip
+    permuted = "model.layers.0.mlp.up_proj.trellis"
+    arguments["permuted"] = {"model": source, "permute": permuted}
+    arguments["copied"] = {"model": source, "permute": permuted, "flips": 2}
     arguments["dummy"] = {"model": source, "args": {"load_format": "dummy"}}
 
     unmarked = awkward_llama()
@@ -206,6 +231,12 @@ def test_the_audit_can_be_told_to_warn_only(loaded):
                for line in loaded["only_warned"]["log"])  # fmt: skip
 
 
+def test_contents_that_the_models_loader_permutes_are_refused(loaded):
+    error = loaded["permuted"]["error"]
+    assert "model.layers.0.mlp.up_proj.trellis: the model's loader passed other contents" in error
+    assert loaded["copied"]["error"] is None
+
+
 def test_invented_weights_need_no_checkpoint_tensors(loaded):
     assert loaded["dummy"]["error"] is None
 
@@ -231,9 +262,11 @@ def test_a_file_hidden_by_a_stale_index_is_named(loaded):
     assert "delete that index" in error
 
 
-def test_routed_experts_are_refused_before_loading(loaded):
-    error = loaded["experts"]["error"]
-    assert "model.layers.0.mlp.experts.0." in error and "dense models only" in error, error
+def test_routed_experts_load_and_take_what_they_take_on_disk(loaded, reference_data):
+    found = loaded["experts"]
+    assert found["error"] is None, found["error"]
+    stored = (reference_data / "tiny" / "tiny-qwen3-moe-mcg4" / "model.safetensors").stat().st_size
+    assert 0.9 * stored < found["bytes"] < 1.02 * stored
 
 
 def test_no_dense_copy_and_no_marker_stays(loaded, reference_data):

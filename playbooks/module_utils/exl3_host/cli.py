@@ -11,20 +11,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from . import cli_host, cli_recipe, cli_report, peers_cli, show
 from . import facts as host_facts
 from . import plan as planner
-from . import show
-from .errors import HostError, Problem, RecipeError, count
-from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
-from .redact import redact
-from .schema import json_schema
-
-EXIT_GOOD, EXIT_REFUSED = 0, 1
+from .outcome import EXIT_GOOD, EXIT_REFUSED, checkout
+from .outcome import run as _run
+from .outcome import store_dir as _store
 
 app = typer.Typer(
     name="exl3ctl",
@@ -34,9 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipe_app = typer.Typer(help="Check and show recipes.", no_args_is_help=True)
-app.add_typer(recipe_app, name="recipe")
-
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or a name in recipes/.")]
 ProfileOption = Annotated[str | None, typer.Option(help="Profile to use; default: the first fit.")]
@@ -54,90 +48,6 @@ MapOption = Annotated[
 FreedOption = Annotated[
     float, typer.Option(min=0, help="GiB that the running instance returns when replaced.")
 ]
-
-
-def checkout() -> Path | None:
-    """The checkout that this package was started from, or None when it is installed."""
-    for folder in (Path(__file__).resolve().parents[3], Path.cwd()):
-        if (folder / "recipes").is_dir() and (folder / "playbooks").is_dir():
-            return folder
-    return None
-
-
-def recipe_folders() -> list[Path]:
-    """Where recipe names are looked up: the working directory's recipes, then the checkout's."""
-    folders = [Path.cwd() / "recipes"]
-    root = checkout()
-    if root is not None and root / "recipes" not in folders:
-        folders.append(root / "recipes")
-    return [f for f in folders if f.is_dir()]
-
-
-@recipe_app.command("lint")
-def recipe_lint(
-    files: Annotated[list[str], typer.Argument(help="Recipe files, or names in recipes/.")],
-    as_json: JsonFlag = False,
-) -> None:
-    """Check recipes; every mistake is shown with line, column and fix."""
-
-    def work() -> tuple[int, dict, Callable[[Console], None]]:
-        good: list[LoadedRecipe] = []
-        problems: list[Any] = []
-        for file in files:
-            try:
-                good.append(load_recipe(find_recipe(file, recipe_folders())))
-            except RecipeError as error:
-                problems += error.problems
-            except HostError as error:
-                problems.append(Problem(file, 0, 0, "", error.message, error.fix))
-        result = {
-            "recipes": [
-                {"name": r.recipe.name, "path": str(r.path), "sha256": r.sha256} for r in good
-            ]
-        }
-        if not problems:
-            return EXIT_GOOD, result, lambda out: out.print(summary(good), highlight=False)
-        error = RecipeError(problems)
-        result |= error.as_dict()
-
-        def present(_out: Console) -> None:
-            show.refusal(error)
-            show.stderr().print(
-                f"{count(len(error.problems), 'error')}. Nothing was changed.", highlight=False
-            )
-
-        return EXIT_REFUSED, result, present
-
-    _run(as_json, work)
-
-
-@recipe_app.command("show")
-def recipe_show(recipe: RecipeArgument, as_json: JsonFlag = False) -> None:
-    """Show a recipe with every default filled in."""
-
-    def work() -> tuple[int, dict, Callable[[Console], None]]:
-        loaded = load_recipe(find_recipe(recipe, recipe_folders()))
-        body = loaded.recipe.model_dump(by_alias=True, mode="json", exclude_none=True)
-
-        def present(out: Console) -> None:
-            from io import StringIO
-
-            from ruamel.yaml import YAML
-
-            text = StringIO()
-            yaml = YAML()
-            yaml.dump(body, text)
-            out.print(f"# {loaded.path}", text.getvalue(), sep="\n", highlight=False, markup=False)
-
-        return EXIT_GOOD, {"path": str(loaded.path), "sha256": loaded.sha256, **body}, present
-
-    _run(as_json, work)
-
-
-@recipe_app.command("schema")
-def recipe_schema() -> None:
-    """Print the JSON Schema of recipes, for editors."""
-    print(json.dumps(json_schema(), indent=2))
 
 
 @app.command("facts")
@@ -165,7 +75,32 @@ def plan_command(
     api_key_file: Annotated[Path | None, typer.Option(help="File with the API key.")] = None,
     max_model_len: LengthOption = None,
     kv_cache_gib: KvOption = None,
-    pinning: Annotated[str | None, typer.Option(help="auto, none, container.")] = None,
+    pinning: Annotated[str | None, typer.Option(help="auto, none, container, per_rank.")] = None,
+    runtime: Annotated[str | None, typer.Option(help="native or docker.")] = None,
+    default_runtime: Annotated[
+        str, typer.Option(help="Where neither --runtime nor the recipe says.")
+    ] = "native",
+    image: Annotated[
+        str | None, typer.Option(help="NAME@sha256:... instead of the recipe's image.")
+    ] = None,
+    container_user: Annotated[
+        str, typer.Option(help="UID:GID inside the container.")
+    ] = planner.DEFAULT_USER,
+    container_network: Annotated[str, typer.Option(help="host or bridge.")] = "host",
+    calibration_file: Annotated[
+        Path | None, typer.Option(help="Measured profile of this host's device.")
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="auto, require, skip instead of the recipe's.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts that serve together.")] = 1,
+    gpus: Annotated[str | None, typer.Option(help="UUIDs of the GPUs, with commas.")] = None,
+    taken_gpus: Annotated[
+        str | None, typer.Option(help="UUIDs that other instances have, with commas.")
+    ] = None,
+    gpu_nodes: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Memory node by UUID or PCI address.")
+    ] = None,
     serve_args: MapOption = None,
     serve_env: MapOption = None,
     release: Annotated[str | None, typer.Option(help="Names the installed software.")] = None,
@@ -177,7 +112,7 @@ def plan_command(
     """Decide how a recipe is served here. Nothing is started; 1 where it would not fit."""
 
     def work() -> tuple[int, dict, Callable[[Console], None]]:
-        loaded = load_recipe(find_recipe(recipe, recipe_folders()))
+        loaded = cli_recipe.load(recipe)
         instance = planner.Instance(
             name=name or loaded.recipe.name,
             store=str(_store(store)),
@@ -189,47 +124,51 @@ def plan_command(
             max_model_len=max_model_len,
             kv_cache_gib=kv_cache_gib,
             pinning_mode=pinning,
+            runtime=runtime,
+            default_runtime=default_runtime,
+            image=image,
+            container_user=container_user,
+            container_network=container_network,
+            calibration_file=None if calibration_file is None else str(calibration_file),
+            calibration=calibration,
+            nodes=nodes,
+            gpus=_words(gpus),
+            taken_gpus=_words(taken_gpus),
+            gpu_nodes=_json_map(gpu_nodes, "--gpu-nodes"),
             args=_json_map(serve_args, "--serve-args"),
             env=_json_map(serve_env, "--serve-env"),
             release=release,
             freed_gib=freed_gib,
         )
-        plan = planner.plan_here(loaded, instance, _facts(facts, instance.store))
+        plan = planner.plan_here(
+            loaded, instance, cli_recipe.planner_facts(facts, Path(instance.store))
+        )
         code = EXIT_GOOD if plan["fit"]["ok"] else EXIT_REFUSED
         return code, plan, lambda out: show.show_plan(plan, explain, out)
 
     _run(as_json, work)
 
 
-@app.command("fit")
-def fit_command(
-    recipe: RecipeArgument,
-    profile: ProfileOption = None,
+@app.command("peers")
+def peers_command(
+    ranks: peers_cli.RanksOption = None,
+    report: peers_cli.ReportOption = None,
+    keep: peers_cli.KeepFlag = False,
+    again: peers_cli.AgainFlag = False,
+    want: peers_cli.WantedOption = "verify",
+    backend: peers_cli.BackendOption = None,
     store: StoreOption = None,
-    max_model_len: LengthOption = None,
-    kv_cache_gib: KvOption = None,
-    freed_gib: FreedOption = 0.0,
-    facts: FactsOption = None,
+    venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with torch; default: .venv.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Does the model fit in this host's memory? 1 where it does not."""
+    """Do the GPUs reach each other's memory? Measured once, kept, and what is set because of it."""
 
     def work() -> tuple[int, dict, Callable[[Console], None]]:
-        loaded = load_recipe(find_recipe(recipe, recipe_folders()))
-        instance = planner.Instance(
-            name=loaded.recipe.name,
-            store=str(_store(store)),
-            venv=str(_venv(None)),
-            profile=profile,
-            max_model_len=max_model_len,
-            kv_cache_gib=kv_cache_gib,
-            freed_gib=freed_gib,
-            api_key_file="/not-used" if loaded.recipe.secrets.api_key else None,
+        return peers_cli.work(
+            ranks, report, again, want, backend, _store(store), _venv(venv), checkout(), keep
         )
-        plan = planner.plan_here(loaded, instance, _facts(facts, instance.store))
-        verdict = {"recipe": loaded.recipe.name, "profile": plan["profile"], **plan["fit"]}
-        code = EXIT_GOOD if verdict["ok"] else EXIT_REFUSED
-        return code, verdict, lambda out: show.show_fit(verdict, out)
 
     _run(as_json, work)
 
@@ -271,6 +210,10 @@ def _environment() -> dict[str, str]:
     return env
 
 
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word for word in (text or "").split(",") if word)
+
+
 def _json_map(text: str | None, option: str) -> dict:
     if text is None:
         return {}
@@ -283,13 +226,6 @@ def _json_map(text: str | None, option: str) -> dict:
     return value
 
 
-def _store(given: Path | None) -> Path:
-    if given is not None:
-        return given.expanduser().absolute()
-    root = checkout()
-    return root / ".exl3" if root is not None else Path.home() / ".local/share/exl3"
-
-
 def _venv(given: Path | None) -> Path:
     if given is not None:
         return given.expanduser().absolute()
@@ -297,40 +233,9 @@ def _venv(given: Path | None) -> Path:
     return root / ".venv" if root is not None else Path(sys.prefix)
 
 
-def _facts(file: Path | None, store: str) -> dict:
-    if file is None:
-        return host_facts.collect(store=store)
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HostError(
-            f"The facts file {file} cannot be read: {error}.", "Make one with: exl3ctl facts --json"
-        ) from None
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != host_facts.SCHEMA:
-        raise HostError(
-            f"{file} is no facts file: schema is {schema!r}, expected '{host_facts.SCHEMA}'.",
-            "Make one with: exl3ctl facts --json",
-        )
-    return found
-
-
-def _run(as_json: bool, work: Callable[[], tuple[int, dict, Callable[[Console], None]]]) -> None:
-    """Do the work, print its result one way or the other, and leave with its exit code."""
-    try:
-        code, result, present = work()
-    except HostError as error:
-        if as_json:
-            print(json.dumps(redact(error.as_dict()), indent=2))
-        else:
-            show.refusal(error)
-        raise typer.Exit(EXIT_REFUSED) from None
-    if as_json:
-        # Not redacted: a plan is applied as it stands, and no secret can get into one.
-        print(json.dumps(result, indent=2))
-    else:
-        present(show.stdout())
-    raise typer.Exit(code)
+cli_recipe.register(app)
+cli_host.register(app)
+cli_report.register(app)
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from . import commands, gpus
 from . import cpus as cpu_lists
 
 SCHEMA = "exl3-facts/1"
@@ -49,23 +49,33 @@ TOOLS = ("numactl", "systemctl", "docker", "nvidia-smi")
 _NO_LIMIT = 1 << 60
 
 
-def collect(root: str | Path = "/", store: str | Path | None = None) -> dict:
+def collect(
+    root: str | Path = "/",
+    store: str | Path | None = None,
+    runner: commands.Runner | None = None,
+) -> dict:
     """All facts. `store` is the model store whose free disk space is wanted.
 
     With a root other than `/` only files below it are read: programs, affinity and the
     architecture of the running machine are left out (None), since they belong to another host.
+    `runner` answers for nvidia-smi and NVML; by default they are asked on `/` and nowhere else.
     """
     root = Path(root)
     here = root == Path("/")
+    processors = cpus(root, affinity=sorted(os.sched_getaffinity(0)) if here else None)
+    inside = container(root)
+    ask = runner or (commands.run_here if here else commands.nothing)
     return {
         "schema": SCHEMA,
         "arch": platform.machine() if here else None,
         "os": os_release(root),
-        "cpus": cpus(root, affinity=sorted(os.sched_getaffinity(0)) if here else None),
+        "board": board(root),
+        "container": inside,
+        "cpus": processors,
         "numa": numa(root),
         "memory": memory(root),
         "tools": tools(root, shutil.which if here else lambda _name: None),
-        "gpus": gpus() if here else [],
+        **gpus.collect(root, ask, processors["online"], inside),
         "disk": disk(store) if store is not None and here else None,
     }
 
@@ -111,6 +121,7 @@ def cpus(root: Path, affinity: list[int] | None = None) -> dict:
     return {
         "model": _cpu_model(info),
         "online": cpu_lists.format_list(online),
+        "offline": cpu_lists.format_list(cpu_lists.parse_list(_read(base / "offline") or "")),
         "isolated": cpu_lists.format_list(cpu_lists.parse_list(_read(base / "isolated") or "")),
         "affinity": None if affinity is None else cpu_lists.format_list(affinity),
         "cgroup": _cgroup_cpuset(root, "cpus"),
@@ -123,7 +134,7 @@ def cpus(root: Path, affinity: list[int] | None = None) -> dict:
 
 
 def numa(root: Path) -> dict:
-    """Memory nodes: id, CPUs (kernel list), has_cpu, has_memory, total and free bytes, distances.
+    """Memory nodes: id, CPUs (kernel list), packages, has_cpu, has_memory, bytes, distances.
 
     `available_bytes` counts what vLLM counts before it allocates: free, file cache and
     reclaimable slab of the node. `allowed` is Mems_allowed_list joined with the cgroup's list.
@@ -142,6 +153,7 @@ def numa(root: Path) -> dict:
             {
                 "id": node,
                 "cpus": cpu_lists.format_list(cpu_lists.parse_list(cpu_text)),
+                "packages": _packages(root, cpu_lists.parse_list(cpu_text)),
                 "has_cpu": node in cpu_lists.parse_list(with_cpu)
                 if with_cpu is not None
                 else bool(cpu_text),
@@ -204,45 +216,32 @@ def disk(store: str | Path) -> dict:
     return {"path": str(store), "free_bytes": usage.free, "total_bytes": usage.total}
 
 
-def gpus() -> list[dict]:
-    """GPUs that nvidia-smi lists; empty where there is no such tool or it finds none."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    fields = "index,uuid,pci.bus_id,name,compute_cap,memory.total,driver_version"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_gpus(done.stdout) if done.returncode == 0 else []
+def container(root: Path) -> str | None:
+    """The kind of container that this is the inside of, or None on a host."""
+    if (root / ".dockerenv").exists():
+        return "docker"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    groups = (_read(root / "proc/1/cgroup") or "") + (_read(root / "proc/self/cgroup") or "")
+    for word, kind in (
+        ("kubepods", "kubernetes"),
+        ("docker", "docker"),
+        ("libpod", "podman"),
+        ("lxc", "lxc"),
+    ):
+        if word in groups:
+            return kind
+    for entry in (_read(root / "proc/1/environ") or "").split("\0"):
+        if entry.startswith("container="):
+            return entry.partition("=")[2] or "unknown"
+    return None
 
 
-def parse_gpus(text: str) -> list[dict]:
-    """Rows of nvidia-smi's CSV. A value that the device does not tell (`[N/A]`) is None."""
-    out = []
-    for line in text.splitlines():
-        cells = [c.strip() for c in line.split(",")]
-        if len(cells) != 7 or not cells[0].isdigit():
-            continue
-        known = [None if c.startswith("[") else c for c in cells]
-        mib = known[5]
-        out.append(
-            {
-                "index": int(cells[0]),
-                "uuid": known[1],
-                "bus_id": known[2].lower() if known[2] else None,
-                "name": known[3],
-                "compute_capability": known[4],
-                "memory_bytes": int(float(mib) * 2**20) if mib else None,
-                "driver": known[6],
-            }
-        )
-    return out
+def board(root: Path) -> dict:
+    """Maker, name and firmware of the main board (DMI); no serial number is read."""
+    base = root / "sys/class/dmi/id"
+    names = {"vendor": "board_vendor", "name": "board_name", "firmware": "bios_version"}
+    return {key: _read(base / file) or None for key, file in names.items()}
 
 
 def _read(path: Path) -> str | None:
@@ -291,6 +290,13 @@ def _cpu_model(text: str) -> str | None:
         if key == "model name":
             return value
     return None
+
+
+def _packages(root: Path, numbers: list[int]) -> list[int]:
+    """Sockets of these CPUs; an offline CPU has no topology folder."""
+    base = root / "sys/devices/system/cpu"
+    told = {_read(base / f"cpu{n}/topology/physical_package_id") for n in numbers}
+    return sorted(int(t) for t in told if t is not None and t.isdigit())
 
 
 def _status_list(root: Path, name: str) -> list[int] | None:

@@ -57,6 +57,42 @@ HINTS = (
         "Set the size of the KV cache in GiB in the recipe instead of a share, or free memory.",
     ),
     Hint(
+        "mempolicy",
+        r"(set|get)_mempolicy: Operation not permitted|mbind: Operation not permitted",
+        "The container may not place memory: its system call filter is not ours.",
+        "Deploy with the playbooks, whose filter allows the four calls; or use pinning: container.",
+    ),
+    Hint(
+        "shared-memory",
+        r"[Bb]us error|unable to (mmap|allocate) .*shared memory|/dev/shm.*No space",
+        "/dev/shm is too small for the ranks.",
+        "Raise comm.shm_gib in the recipe; it must also fit into the memory of the pinned node.",
+    ),
+    Hint(
+        "driver-too-old",
+        r"Error 80[34]|CUDA driver version is insufficient|forward compatibility was attempted",
+        "The driver is older than the CUDA in the image, or a wrong libcuda is found first.",
+        "Update the driver; image.needs.driver_min of the recipe says which is needed.",
+    ),
+    Hint(
+        "nvml-lost",
+        r"NVML: Unknown Error|Failed to initialize NVML",
+        "The container lost its GPUs: a daemon-reload rewrote its device rules.",
+        "Deploy again; containers that get GPUs as CDI devices are not affected.",
+    ),
+    Hint(
+        "cdi-missing",
+        r"unresolvable CDI devices|could not select device driver",
+        "The engine does not know the GPU: the list of CDI devices is missing or old.",
+        "Run `nvidia-ctk cdi list`; `systemctl restart nvidia-cdi-refresh` makes the list anew.",
+    ),
+    Hint(
+        "ptxas-too-old",
+        r"ptxas fatal.*sm_1\d\d",
+        "Triton's own ptxas does not know this GPU.",
+        "Use our image for this GPU, which sets TRITON_PTXAS_PATH.",
+    ),
+    Hint(
         "out-of-memory",
         r"MemoryError|can't allocate memory|Cannot allocate memory|out of memory",
         "The host ran out of memory.",
@@ -106,9 +142,10 @@ HINTS = (
     ),
     Hint(
         "no-gpu",
-        r"No CUDA GPUs are available|CUDA driver version is insufficient|Error 80[34]",
+        r"No CUDA GPUs are available",
         "The driver shows no usable GPU to this process.",
-        "Check `nvidia-smi`; the driver must be as new as the CUDA that torch was built with.",
+        "Check `nvidia-smi`. On GPUs with coherent memory a memory restriction hides them: use "
+        "pinning: none.",
     ),
     Hint(
         "no-kernel-image",

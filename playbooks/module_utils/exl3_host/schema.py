@@ -195,7 +195,7 @@ class Digests(Closed):
 
 
 class Image(Closed):
-    """The container image; not used by the native runtime."""
+    """The container image of the docker runtime."""
 
     name: str = Field(min_length=1)
     digests: Digests
@@ -413,6 +413,9 @@ class Recipe(Closed):
     start: Start = Start()
     health: Health
     calibration: Literal["auto", "require", "skip"] = "auto"
+    runtime: Literal["native", "docker"] | None = Field(
+        None, description="a venv or a container; default: what the inventory says"
+    )
     secrets: Secrets = Secrets()
     notes: list[str] = []
 

@@ -24,7 +24,8 @@ def model_source(loaded: LoadedRecipe) -> dict:
         return {"kind": "package", **model.package.model_dump()}
     if model.path is not None:
         return {"kind": "path", "path": str(_beside(loaded, model.path))}
-    return {"kind": "hub", "repo": model.repo, "revision": model.revision}
+    source = {"kind": "hub", "repo": model.repo, "revision": model.revision}
+    return {**source, "gated": True} if model.gated else source
 
 
 def calibration_file(loaded: LoadedRecipe) -> Path | None:

@@ -1,5 +1,9 @@
 """What has to run for a plan, where an instance keeps its files, and the fingerprint of both.
 
+A native server is a program of the venv. A container is one too: `docker start --attach` stays as
+long as the container runs, passes signals on and ends with its exit status, so both have the same
+supervisor, log, unit and bound on restarts.
+
 The fingerprint covers all that a running server depends on: command, settings, wheel, model files.
 It decides whether anything has to be done at all.
 """
@@ -13,7 +17,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import procs, wait
+from . import containers, procs, wait
+from .engine import Engine
+from .errors import HostError
 
 SPEC = "exl3-service/1"
 LOG_MAX_BYTES = 50 * 1024 * 1024
@@ -48,6 +54,20 @@ class Paths:
         return self.run / "ready.json"
 
     @property
+    def pending(self) -> Path:
+        """The spec that served before a replacement that is not finished yet."""
+        return self.run / "pending.json"
+
+    @property
+    def releases(self) -> Path:
+        """What served before, a file each."""
+        return self.run / "releases"
+
+    @property
+    def secrets(self) -> Path:
+        return self.run / "secrets"
+
+    @property
     def log(self) -> Path:
         return self.store / "logs" / self.instance / "server.log"
 
@@ -75,7 +95,7 @@ def _digest_of(path: Path) -> str | None:
         return None
 
 
-def make_spec(plan: dict, store: Path, manager: str) -> dict:
+def make_spec(plan: dict, store: Path, manager: str, docker_host: str | None = None) -> dict:
     """What has to run for this plan, with the fingerprint that decides whether it already does."""
     paths, serve = Paths(store, plan["instance"]), plan["serve"]
     env = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
@@ -100,6 +120,7 @@ def make_spec(plan: dict, store: Path, manager: str) -> dict:
             "stall_timeout_s": health.get("stall_timeout_s"),
         },
         "start": plan.get("start") or {},
+        "pin": plan.get("pin") or {},
         "manager": manager,
         "grace_s": _grace_s(serve["argv"]),
         "log": str(paths.log),
@@ -109,16 +130,56 @@ def make_spec(plan: dict, store: Path, manager: str) -> dict:
         **RESTART,
     }
     # The environment of whoever runs the playbook is no reason to restart a server.
-    facts = {key: value for key, value in spec.items() if key not in ("env", "health", "start")}
+    moment = ("env", "health", "start", "pin")
+    facts = {key: value for key, value in spec.items() if key not in moment}
     facts["env"] = serve.get("env", {})
     facts["endpoint"] = {key: value for key, value in spec["endpoint"].items() if key != "smoke"}
     facts["venv"] = (read_json(Path(plan["venv"]["dir"]) / ".exl3-stamp.json") or {}).get("id")
     facts["model"] = _digest_of(Path(plan["model"]["dir"]) / ".exl3-manifest.json")
     facts["config"] = _digest_of(Path(plan["model"]["dir"]) / "config.json")
     facts["api_key"] = _digest_of(Path(key_file)) if key_file else None
+    if plan.get("container"):
+        spec |= _container(plan, paths, spec, docker_host)
+        facts |= {"argv": None, "env": None, "venv": None, "cwd": None, "secret_env": None}
+        facts["container"] = spec["container"]["body"]
+        facts["profile"] = _digest_of(Path(plan["container"].get("profile") or "/nowhere"))
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     spec["config_hash"] = hashlib.sha256(canonical.encode()).hexdigest()
+    if plan.get("container"):
+        name = containers.name_of(plan["instance"], spec["config_hash"])
+        spec["container"]["name"] = name
+        spec["argv"] = ["docker", "start", "--attach", name]
+        spec["kill_argv"] = ["docker", "kill", name]
     return spec
+
+
+def _container(plan: dict, paths: Paths, spec: dict, docker_host: str | None) -> dict:
+    """The parts of a spec that only a container has; its name comes from the fingerprint."""
+    engine = str(Engine(docker_host))
+    folders = containers.Folders(
+        cache=containers.cache_folder(str(paths.store), plan["container"]["image"]["digest"]),
+        secrets=str(paths.secrets),
+    )
+    return {
+        "env": {name: spec["env"][name] for name in ("HOME", "PATH") if name in spec["env"]}
+        | {"DOCKER_HOST": engine},
+        "secret_env": {},
+        "container": {
+            "engine": engine,
+            "image": plan["container"]["image"],
+            "labels": {
+                containers.LABEL_INSTANCE: plan["instance"],
+                "exl3.recipe": plan["recipe"]["name"],
+            },
+            "body": containers.body(plan, folders, spec["grace_s"]),
+            "api_key_file": plan["serve"].get("api_key_file"),
+        },
+    }
+
+
+def engine_of(spec: dict) -> Engine:
+    """The engine that a container's spec belongs to."""
+    return Engine(spec["container"]["engine"])
 
 
 def _grace_s(argv: list[str]) -> int:
@@ -138,9 +199,35 @@ def endpoint_of(spec: dict) -> wait.Endpoint:
 
 
 def own_pids(paths: Paths) -> list[int]:
-    """The processes of this instance that run now."""
+    """The processes of this instance that run now, those inside its container too."""
+    found = set(container_pids(read_json(paths.spec)))
     state = read_json(paths.state)
-    if state is None or state["boot_id"] != procs.boot_id():
+    if state is not None and state["boot_id"] == procs.boot_id():
+        records = (state["supervisor"], state["server"])
+        for root in (one for one in records if procs.same_process(one)):
+            found.update(procs.tree(root["pid"]))
+    return sorted(found)
+
+
+def releases(paths: Paths) -> list[dict]:
+    """Every release that is kept, the oldest first; see `releases.py`."""
+    found = [read_json(path) for path in sorted(paths.releases.glob("*.json"))]
+    return [one for one in found if one is not None]
+
+
+def server_pid(paths: Paths) -> int | None:
+    """The process that is the server: a container's first, else what the supervisor started."""
+    spec, state = read_json(paths.spec), read_json(paths.state)
+    if spec and spec.get("container"):
+        return next(iter(container_pids(spec)), None)
+    running = state and state["boot_id"] == procs.boot_id() and procs.same_process(state["server"])
+    return state["server"]["pid"] if running else None
+
+
+def container_pids(spec: dict | None) -> list[int]:
+    """The processes in the container of a spec, its init first; empty where there is none."""
+    if not spec or not spec.get("container"):
         return []
-    roots = [state[name] for name in ("supervisor", "server") if procs.same_process(state[name])]
-    return sorted({pid for root in roots for pid in procs.tree(root["pid"])})
+    with contextlib.suppress(HostError, OSError):
+        return engine_of(spec).pids(spec["container"]["name"])
+    return []

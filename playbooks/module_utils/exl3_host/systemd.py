@@ -18,7 +18,7 @@ UNIT = """\
 # Written by the exl3-fleet playbooks; changes are overwritten by the next deploy.
 [Unit]
 Description=EXL3 model server {instance}
-After=network.target
+After=network.target{engine}
 StartLimitIntervalSec={interval_s}
 StartLimitBurst={burst}
 
@@ -34,6 +34,10 @@ TimeoutStopSec={stop_s}
 [Install]
 WantedBy=multi-user.target
 """
+
+
+# A container's client has nothing to attach to before its engine runs.
+ENGINE = " docker.service\nWants=docker.service"
 
 
 def running(root: str = "/") -> bool:
@@ -55,6 +59,7 @@ def unit_text(instance: str, command: list[str], spec: dict) -> str:
     """The unit file of one instance."""
     return UNIT.format(
         instance=instance,
+        engine=ENGINE if spec.get("container") else "",
         command=" ".join(quote(word) for word in command),
         user=pwd.getpwuid(os.geteuid()).pw_name,
         burst=spec["burst"],

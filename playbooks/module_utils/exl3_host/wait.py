@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from . import hints
 
@@ -38,11 +39,46 @@ class Endpoint:
         return f"http://{host}:{self.port}"
 
 
+class Log(Protocol):
+    """What a server prints, wherever it is kept; `str()` of it tells a person where."""
+
+    def mark(self) -> object:
+        """A value that changes whenever the log grows."""
+
+    def lines(self) -> list[str]:
+        """All that is kept of it."""
+
+
+class FileLog:
+    """A log in a file of this host."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __str__(self) -> str:
+        return self.path
+
+    def mark(self) -> int:
+        try:
+            with open(self.path, "rb") as text:
+                return text.seek(0, 2)
+        except FileNotFoundError:
+            return -1
+
+    def lines(self) -> list[str]:
+        try:
+            with open(self.path, errors="replace") as text:
+                return text.read().splitlines()
+        except FileNotFoundError:
+            return []
+
+
 class NotReady(RuntimeError):
     """A server did not become ready: the stage, the reason, what to do, and the end of the log."""
 
-    def __init__(self, stage: str, reason: str, log: str, lines: list[str]):
-        self.stage, self.reason, self.log = stage, reason, log
+    def __init__(self, stage: str, reason: str, log: Log):
+        self.stage, self.reason, self.log = stage, reason, str(log)
+        lines = log.lines()
         started = hints.last_start(lines)
         known = hints.match(started)
         # A usage message is no exception: then the line with the known pattern is the reason.
@@ -128,43 +164,38 @@ def complete(
     return (choice["message"]["content"] or "") if kind == "chat" else choice["text"]
 
 
-def _read_lines(log: str) -> list[str]:
-    try:
-        with open(log, errors="replace") as text:
-            return text.read().splitlines()
-    except FileNotFoundError:
-        return []
-
-
 def wait_ready(
     endpoint: Endpoint,
     alive: Callable[[], str | None],
-    log: str,
+    log: Log,
     ready_timeout_s: float,
     stall_timeout_s: float | None,
     tell: Callable[[str], None] = lambda text: None,
+    activity: Callable[[], object] = lambda: None,
 ) -> Progress:
     """Wait until the server answers a real request.
 
-    `alive` returns None while the process runs, else what became of it. Raises `NotReady`.
+    `alive` returns None while the process runs, else what became of it. `activity` returns a value
+    that changes while something goes on that no log tells, such as GPU memory filling up. Raises
+    `NotReady`.
     """
     began = last_growth = time.monotonic()
-    progress, log_size, stage, why = Progress(), -1, 0, "not started"
+    progress, seen, stage, why = Progress(), None, 0, "not started"
     while True:
         now = time.monotonic()
         ended = alive()
         if ended:
-            raise NotReady(STAGES[stage], f"the server {ended}", log, _read_lines(log))
-        lines_size = _log_size(log)
-        if lines_size != log_size:
-            log_size, last_growth = lines_size, now
+            raise NotReady(STAGES[stage], f"the server {ended}", log)
+        now_seen = (log.mark(), activity())
+        if now_seen != seen:
+            seen, last_growth = now_seen, now
         if now - began > ready_timeout_s:
             reason = f"not ready after {ready_timeout_s:.0f} s, waiting for {STAGES[stage]} ({why})"
-            raise NotReady(STAGES[stage], reason, log, _read_lines(log))
+            raise NotReady(STAGES[stage], reason, log)
         if stall_timeout_s and stage <= 2 and now - last_growth > stall_timeout_s:
             silence = f"nothing in the log for {stall_timeout_s:.0f} s"
             reason = f"stalled: {silence}, waiting for {STAGES[stage]}"
-            raise NotReady(STAGES[stage], reason, log, _read_lines(log))
+            raise NotReady(STAGES[stage], reason, log)
         done, why = _try_stage(STAGES[stage], endpoint, progress, ready_timeout_s - (now - began))
         if done:
             progress.reached[STAGES[stage]] = round(time.monotonic() - began, 1)
@@ -175,16 +206,8 @@ def wait_ready(
             continue
         if STAGES[stage] == "completion" or why.startswith("/v1/models lists"):
             # More waiting does not change a wrong answer or a wrong name.
-            raise NotReady(STAGES[stage], why, log, _read_lines(log))
+            raise NotReady(STAGES[stage], why, log)
         time.sleep(POLL_S)
-
-
-def _log_size(log: str) -> int:
-    try:
-        with open(log, "rb") as text:
-            return text.seek(0, 2)
-    except FileNotFoundError:
-        return -1
 
 
 def _try_stage(stage: str, endpoint: Endpoint, progress: Progress, left_s: float):

@@ -1,0 +1,92 @@
+#include "moe/choice.h"
+
+#include <algorithm>
+
+#include "linear/gemm_limits.h"
+
+namespace exl3 {
+namespace {
+
+// Tile height by the rows that an expert gets on average, all experts of the model counted, also
+// those of other ranks. An expert with a few rows more than a tile decodes its weights twice, so
+// tiles are taller than the average.
+struct Step {
+  double below;
+  int rows;
+};
+constexpr Step kLadder[] = {{6, 8}, {12, 16}, {24, 32}, {48, 64}};
+
+constexpr int64_t kChunkTokens = 4096;
+constexpr int64_t kChunkBytes = int64_t{1} << 30;  // of images and rows, roughly
+
+int rows_of_tile(double average) {
+  for (const Step& step : kLadder) {
+    if (average < step.below) return step.rows;
+  }
+  return 128;
+}
+
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+}  // namespace
+
+int64_t most_tiles(const MoeShape& shape, int64_t tokens, int rows) {
+  const int64_t pairs = tokens * shape.top_k;
+  return pairs / rows + std::min(shape.experts, pairs);
+}
+
+MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options) {
+  // A row costs two images of k, one of inner, and n sums; padding doubles it at the worst.
+  const int64_t token_bytes =
+      int64_t{shape.top_k} * (4 * 2 * shape.k + 2 * 2 * shape.inner + 4 * shape.n);
+  const int64_t most =
+      std::clamp<int64_t>(kChunkBytes / token_bytes / 256 * 256, 256, kChunkTokens);
+  const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
+  const int64_t chunk = std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks);
+  const int64_t tokens = std::min(shape.tokens, chunk);
+  const double average = static_cast<double>(tokens * shape.top_k) /
+                         static_cast<double>(std::max<int64_t>(1, shape.global_experts));
+  MoeChoice choice{};
+  choice.chunk = chunk;
+  if (options.batch_invariant) {
+    // Tiles of 32 and 64 rows have the same groups of warps, hence one order of additions.
+    choice.rows = average < 24 ? 32 : 64;
+    choice.whole_strips = true;
+  } else {
+    choice.rows = rows_of_tile(average);
+  }
+  const bool fast = device.architecture == 90 && !options.exact && !options.batch_invariant;
+  choice.form = fast && choice.rows == kFastRows ? 1 : 0;
+  choice.blocks = device.multiprocessors * gemm_blocks_of_sm(choice.rows, device.shared_bytes);
+  return choice;
+}
+
+MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
+                           int lists, int launches, bool paired) {
+  const int64_t tiles = most_tiles(shape, tokens, choice.rows), rows = tiles * choice.rows;
+  MoeWorkspace w{};
+  int64_t at = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t begin = at;
+    at += aligned(bytes);
+    return begin;
+  };
+  w.tiles = take(4);
+  w.counts = take(4 * shape.experts);
+  w.tile_expert = take(4 * tiles);
+  w.row_pair = take(4 * rows);
+  w.lists = take(16 * tiles * lists);
+  w.list_counts = take(4 * int64_t{lists});
+  w.flags = take(4 * int64_t{launches} * choice.blocks);
+  w.image = take(2 * tiles * image_bytes(shape.k, choice.rows));
+  w.block_sums = take(choice.form == 0 ? 0 : 2 * rows * (shape.k / 128) * 4);
+  w.next_image = take(tiles * image_bytes(shape.inner, choice.rows));
+  w.next_sums = take(choice.form == 0 ? 0 : rows * (shape.inner / 128) * 4);
+  w.gate_up = take(paired ? 0 : rows * 2 * shape.inner * 4);
+  w.partials = take((paired ? 3 : 1) * int64_t{choice.blocks} * partial_bytes(choice.rows));
+  w.out = take(tokens * shape.top_k * shape.n * 4);
+  w.total = at;
+  return w;
+}
+
+}  // namespace exl3

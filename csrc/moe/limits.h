@@ -1,0 +1,10 @@
+// Sizes up to which the routed experts are supported. Plain C++.
+#pragma once
+
+namespace exl3 {
+
+inline constexpr int kMaxExperts = 512;  // on one device
+inline constexpr int kMaxSlots = 16;     // experts of one token
+inline constexpr int kMaxLists = 64;     // products of one call: kinds of gate, up and down
+
+}  // namespace exl3

@@ -1,0 +1,304 @@
+// The grouped product: tiles of rows of different experts times their matrices.
+//
+// As gemm_kernel: the same ring, decoder, main loop and sums over groups. What differs is where
+// work comes from (the lists of plan, read from memory) and what is done with a finished block of
+// outputs. For gate and up it is one item of twice the steps: the sums of gate are set aside, and
+// where both are complete the epilogue makes the image of down from them.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "device/hadamard.cuh"
+#include "linear/gemm_kernel.cuh"
+#include "moe/moe_fetch.cuh"
+#include "moe/moe_routing.cuh"
+
+namespace exl3 {
+
+// Registers that hold the sums of gate while up is multiplied; taller tiles have none to spare and
+// set them aside in memory.
+template <class C>
+inline constexpr bool kKeepGate = C::kRows == 8;
+
+// Sums in the rotated basis to outputs, in place.
+template <class C>
+__device__ __forceinline__ void finish_row(const MoeGemmParams& p, const float* block_sums,
+                                           int64_t padded_row, const uint16_t* svh, int lane,
+                                           float (&z)[4]) {
+  hadamard_128(z, lane);
+  float scale = kHadamardScale, offset = 0.0f;
+  if constexpr (C::kForm == Form::kFast && C::kFamily == Family::kByteSum) {
+    const int blocks = p.k / 128;
+    const float* sums = block_sums + padded_row * blocks;
+    float total = 0.0f;
+    for (int b = lane; b < blocks; b += 32) total += __ldcg(sums + b);
+    offset = warp_sum(total) * (CodebookMul1::kOffset * CodebookMul1::kUnit) * kRootOf128;
+    scale *= CodebookMul1::kSlope * CodebookMul1::kUnit * 16777216.0f;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) z[j] *= scale;
+  if (lane == 0) z[0] += offset;
+  const float4 scales = load_scales(svh);
+  z[0] *= scales.x, z[1] *= scales.y, z[2] *= scales.z, z[3] *= scales.w;
+}
+
+template <class C>
+__device__ __forceinline__ void store_partials(float* partials, int position,
+                                               const float (&z)[C::kWarpRows][4], int warp,
+                                               int lane, int rows) {
+#pragma unroll
+  for (int i = 0; i < C::kWarpRows; ++i) {
+    const int row = warp + C::kWarps * i;
+    if (row >= rows) continue;
+    float* to = partials + (int64_t{position} * C::kRows + row) * 128 + 4 * lane;
+    *reinterpret_cast<float4*>(to) = make_float4(z[i][0], z[i][1], z[i][2], z[i][3]);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem& item,
+                                           float (&gate)[C::kWarpRows][4],
+                                           float (&up)[C::kWarpRows][4], int warp, int lane) {
+  const int64_t column = int64_t{item.strip} * 128 + 4 * lane;
+  const int64_t scales = item.expert * p.svh_stride + column;
+  const int inner = p.strips * 128;
+#pragma unroll
+  for (int i = 0; i < C::kWarpRows; ++i) {
+    const int row = warp + C::kWarps * i;
+    const int64_t padded_row = int64_t{item.tile} * C::kRows + row;
+    float v[4] = {};
+    if (row < item.rows) {
+      finish_row<C>(p, p.block_sums[0], padded_row, p.svh[0] + scales, lane, gate[i]);
+      finish_row<C>(p, p.block_sums[1], padded_row, p.svh[1] + scales, lane, up[i]);
+      to_down_input(p.activation, item.strip, lane, p.inner_begin, p.inner_end,
+                    p.next_suh + int64_t{item.expert} * inner, gate[i], up[i], v);
+    }
+    // Rows that are not there become zeros, so that nothing reads what nobody wrote.
+    const float sum = store_image(p.next_image + item.tile * p.next_tile_bytes, C::kRows,
+                                  item.strip, row, lane, v);
+    if (p.next_sums != nullptr) {
+      const float whole = warp_sum(sum);
+      if (lane == 0) p.next_sums[padded_row * p.strips + item.strip] = whole;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void store_rows(const MoeGemmParams& p, const MoeItem& item,
+                                           float (&z)[C::kWarpRows][4], int warp, int lane) {
+  const int64_t column = int64_t{item.strip} * 128 + 4 * lane;
+#pragma unroll
+  for (int i = 0; i < C::kWarpRows; ++i) {
+    const int row = warp + C::kWarps * i;
+    if (row >= item.rows) continue;
+    const int64_t padded_row = int64_t{item.tile} * C::kRows + row;
+    finish_row<C>(p, p.block_sums[0], padded_row, p.svh[0] + item.expert * p.svh_stride + column,
+                  lane, z[i]);
+    const int64_t place = p.out_by_pair ? __ldcg(p.row_pair + padded_row) : padded_row;
+    *reinterpret_cast<float4*>(p.out + place * p.out_stride + column) =
+        make_float4(z[i][0], z[i][1], z[i][2], z[i][3]);
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
+    moe_gemm_kernel(const __grid_constant__ MoeGemmParams p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = warp / C::kGroupWarps, part = warp % C::kGroupWarps;
+  uint8_t* ring = shared + group * C::kStages * C::kStageBytes;
+  float* sums = reinterpret_cast<float*>(shared + C::kGroups * C::kStages * C::kStageBytes);
+
+  // What plan wrote is there: gather lets this kernel start only once plan is done.
+  release_dependents();
+  const MoeUnits units = MoeUnits::of<C>(p);
+  const int position = units.positions - 1 - static_cast<int>(blockIdx.x);
+  if (position < 0) {
+    await_predecessors();
+    return;
+  }
+  const UnitRange range{units.begin(p, position), units.begin(p, position + 1)};
+  const int steps_of_matrix = p.k / 16;
+
+  const uint32_t fetch_to = shared_address(ring) + MoeFetcher<C>::thread_bytes();
+  MoeFetcher<C> fetcher(p, range);
+  {
+    MoeFetcher<C> ahead = fetcher;
+#pragma unroll 1
+    for (int i = 0; i < C::kStages - 1 && ahead.ready(); ++i, ahead.advance()) {
+      ahead.fetch_weights(fetch_to + i * C::kStageBytes);
+    }
+    await_predecessors();
+#pragma unroll 1
+    for (int i = 0; i < C::kStages - 1; ++i) {
+      if (fetcher.ready()) {
+        fetcher.fetch_rows(fetch_to + i * C::kStageBytes);
+        fetcher.advance();
+      }
+      copy_async_commit();
+    }
+  }
+
+  const LaneState<C> state(lane, part);
+  int slot = 0;
+  Accumulators<C> acc;
+  float z[C::kWarpRows][4] = {};
+  [[maybe_unused]] float kept_gate[kKeepGate<C> ? C::kWarpRows : 1][4];
+  // Partial sums of single products and of gate, of up, and what owners set aside of gate.
+  const int64_t half = int64_t{p.positions} * (C::kRows * 128);
+  float *const partials = p.partials, *const aside = p.partials + 2 * half;
+
+#pragma unroll 1
+  for (int begin = range.begin; begin < range.end;) {
+    // One piece: the steps of one matrix that this block has of one item.
+    const int piece = begin / steps_of_matrix;
+    const int end = min(range.end, (piece + 1) * steps_of_matrix);
+    const int item_index = p.pair ? piece / 2 : piece;
+    const int item_begin = item_index * units.item_steps;
+    const int item_end = item_begin + units.item_steps;
+#pragma unroll
+    for (int t = 0; t < C::kWarpTiles; ++t) {
+#pragma unroll
+      for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[t][r][i] = 0.0f;
+      }
+    }
+
+    const UnitRange share = share_of_group<C>(begin, end, group);
+#pragma unroll 1
+    for (int done = share.begin; done < share.end; done += C::kStageSteps) {
+      copy_async_wait<C::kStages - 2>();
+      group_barrier<C>(group);
+      if (fetcher.ready()) {
+        const uint32_t to = fetch_to + (slot == 0 ? C::kStages - 1 : slot - 1) * C::kStageBytes;
+        fetcher.fetch_weights(to);
+        fetcher.fetch_rows(to);
+        fetcher.advance();
+      }
+      copy_async_commit();
+      const uint8_t* weights = ring + slot * C::kStageBytes;
+      const uint8_t* rows = weights + C::kWeightBytes;
+      int steps = min(share.end - done, C::kStageSteps);
+      if constexpr (C::kRows <= 16) {
+#pragma unroll 1
+        for (; steps >= 2; steps -= 2) {
+          multiply_few<C>(state, p.constants, weights, rows, lane, acc);
+          multiply_few<C>(state, p.constants, weights + C::kStepWeightBytes,
+                          rows + C::kStepRowBytes, lane, acc);
+          weights += 2 * C::kStepWeightBytes;
+          rows += 2 * C::kStepRowBytes;
+        }
+        if (steps > 0) multiply_few<C>(state, p.constants, weights, rows, lane, acc);
+      } else if (C::kDecodeAhead && steps == C::kStageSteps) {
+        multiply_many<C, C::kStageSteps>(state, p.constants, weights, rows, lane, acc);
+      } else {
+#pragma unroll 1
+        for (; steps > 0; --steps) {
+          multiply_many<C, 1>(state, p.constants, weights, rows, lane, acc);
+          weights += C::kStepWeightBytes;
+          rows += C::kStepRowBytes;
+        }
+      }
+      slot = slot + 1 == C::kStages ? 0 : slot + 1;
+    }
+    const int most_steps = (end - begin + C::kGroups - 1) / C::kGroups;
+    if (C::kGroupWarps > 1 && stages_of<C>(most_steps) > stages_of<C>(share.end - share.begin)) {
+      group_barrier<C>(group);  // for the race checker alone, as in gemm_kernel
+    }
+
+    // Looked up only now: the main loop has no registers for it.
+    const MoeItem item = moe_item<C>(p, item_index);
+    for_constant<C::kRows / C::kChunkRows>([&](auto index) {
+      constexpr int kChunk = decltype(index)::value * C::kChunkRows;
+      if (kChunk >= item.rows) return;
+      __syncthreads();
+      spread_sums<C, kChunk>(sums, acc, group, part, lane);
+      __syncthreads();
+      collect_sums<C, kChunk>(sums, z, warp, lane);
+    });
+
+    // Where this block begins within the item: it may have steps of gate, of up or of both.
+    const int own_begin = max(range.begin, item_begin), middle = item_begin + steps_of_matrix;
+    const bool owner = own_begin == item_begin;
+    if (p.pair && piece % 2 == 0) {
+      if constexpr (kKeepGate<C>) {
+#pragma unroll
+        for (int i = 0; i < C::kWarpRows; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) kept_gate[i][j] = z[i][j];
+        }
+      } else {
+        store_partials<C>(owner ? aside : partials, position, z, warp, lane, item.rows);
+      }
+      if (end < range.end) {
+        begin = end;  // the steps of up follow in this block
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < C::kWarpRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) z[i][j] = 0.0f;
+      }
+    }
+    if (!owner) {
+      if constexpr (kKeepGate<C>) {
+        if (p.pair && own_begin < middle) {
+          store_partials<C>(partials, position, kept_gate, warp, lane, item.rows);
+        }
+      }
+      if (!p.pair || end > middle) {
+        store_partials<C>(p.pair ? partials + half : partials, position, z, warp, lane, item.rows);
+      }
+      // The barrier puts every thread's stores before the release, which is at device scope.
+      __syncthreads();
+      if (threadIdx.x == 0) publish_flag(p.flags + position);
+      begin = end;
+      continue;
+    }
+
+    int last = position;
+    if (end < item_end) {
+      last = last_contributor(units.total, position, units.positions, item_end);
+      for (int other = position + 1 + threadIdx.x; other <= last; other += C::kThreads) {
+        await_flag(p.flags + other);
+      }
+      __syncthreads();
+    }
+    if (p.pair) {
+      float gate[C::kWarpRows][4];
+#pragma unroll
+      for (int i = 0; i < C::kWarpRows; ++i) {
+        if constexpr (kKeepGate<C>) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) gate[i][j] = kept_gate[i][j];
+        } else {
+          // This thread's own stores.
+          const int row = min(warp + C::kWarps * i, item.rows - 1);
+          const float4 v = *reinterpret_cast<const float4*>(
+              aside + (int64_t{position} * C::kRows + row) * 128 + 4 * lane);
+          gate[i][0] = v.x, gate[i][1] = v.y, gate[i][2] = v.z, gate[i][3] = v.w;
+        }
+      }
+      if (last > position) {
+        // The position that has the middle inside has steps of both.
+        const int last_gate = end < middle
+                                  ? last_contributor(units.total, position, units.positions, middle)
+                                  : position;
+        int first_up = position + 1;
+        while (range_begin(units.total, first_up + 1, units.positions) <= middle) ++first_up;
+        add_partials<C>(partials, gate, position + 1, last_gate, warp, lane, item.rows);
+        add_partials<C>(partials + half, z, first_up, last, warp, lane, item.rows);
+      }
+      store_pair<C>(p, item, gate, z, warp, lane);
+    } else {
+      if (last > position) add_partials<C>(partials, z, position + 1, last, warp, lane, item.rows);
+      store_rows<C>(p, item, z, warp, lane);
+    }
+    begin = end;
+  }
+}
+
+}  // namespace exl3

@@ -1,0 +1,386 @@
+"""`exl3ctl recipe lint|show|schema|lock` and `exl3ctl fit`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from . import fit_recipe, hardware, learned, lint, lock, outcome, recipe_edit, show, sources
+from . import plan as planner
+from .errors import HostError, Problem, RecipeError, count
+from .outcome import EXIT_GOOD, EXIT_REFUSED
+from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
+from .schema import GpuProfile, json_schema
+from .yamltext import read_document
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or a name in recipes/.")]
+
+recipe_app = typer.Typer(help="Check, show and pin recipes.", no_args_is_help=True)
+
+
+def recipe_folders() -> list[Path]:
+    """Where recipe names are looked up: the working directory's recipes, then the checkout's."""
+    folders = [Path.cwd() / "recipes"]
+    root = outcome.checkout()
+    if root is not None and root / "recipes" not in folders:
+        folders.append(root / "recipes")
+    return [f for f in folders if f.is_dir()]
+
+
+def recipes_data() -> Path | None:
+    """The recipes folder that holds hardware.yaml and the argument lists, or None."""
+    return next((f for f in recipe_folders() if (f / hardware.FILE).is_file()), None)
+
+
+def load(name: str) -> LoadedRecipe:
+    """A recipe by name or path. Raises HostError."""
+    return load_recipe(find_recipe(name, recipe_folders()))
+
+
+@recipe_app.command("lint")
+def recipe_lint(
+    files: Annotated[list[str], typer.Argument(help="Recipe files, or names in recipes/.")],
+    args_file: Annotated[
+        Path | None, typer.Option("--args", help="An image's args.json instead of recipes/args.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check recipes; every mistake is shown with line, column and fix."""
+
+    def work() -> tuple:
+        context = lint.Context.of(recipes_data(), args_file)
+        good: list[LoadedRecipe] = []
+        problems, notes = [], []
+        for file in files:
+            try:
+                loaded = load(file)
+                found, said = lint.lint(loaded, context)
+                problems += found
+                notes += said
+                good += [] if found else [loaded]
+            except RecipeError as error:
+                problems += error.problems
+            except HostError as error:
+                problems.append(Problem(file, 0, 0, "", error.message, error.fix))
+        result = {
+            "recipes": [
+                {"name": r.recipe.name, "path": str(r.path), "sha256": r.sha256} for r in good
+            ],
+            "notes": notes,
+        }
+
+        def present_notes() -> None:
+            for note in notes:
+                show.stderr().print(Text(f"note: {note}"), highlight=False)
+
+        if not problems:
+
+            def present_good(out) -> None:
+                present_notes()
+                out.print(summary(good), highlight=False)
+
+            return EXIT_GOOD, result, present_good
+        error = RecipeError(problems)
+
+        def present(_out) -> None:
+            show.refusal(error)
+            present_notes()
+            show.stderr().print(
+                f"{count(len(error.problems), 'error')}. Nothing was changed.", highlight=False
+            )
+
+        return EXIT_REFUSED, result | error.as_dict(), present
+
+    outcome.run(as_json, work)
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipeArgument, as_json: JsonFlag = False) -> None:
+    """Show a recipe with every default filled in."""
+
+    def work() -> tuple:
+        loaded = load(recipe)
+        body = loaded.recipe.model_dump(by_alias=True, mode="json", exclude_none=True)
+
+        def present(out) -> None:
+            from ruamel.yaml import YAML
+
+            text = StringIO()
+            YAML().dump(body, text)
+            out.print(f"# {loaded.path}", text.getvalue(), sep="\n", highlight=False, markup=False)
+
+        return EXIT_GOOD, {"path": str(loaded.path), "sha256": loaded.sha256, **body}, present
+
+    outcome.run(as_json, work)
+
+
+@recipe_app.command("schema")
+def recipe_schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    print(json.dumps(json_schema(), indent=2))
+
+
+@recipe_app.command("lock")
+def recipe_lock(
+    recipe: RecipeArgument,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, tag or branch to pin; default: the recipe's.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Read the model from this folder instead of the Hub.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with a Hub token.")] = None,
+    image: Annotated[
+        bool, typer.Option("--image", help="Pin the digest of the image in the local engine.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; 1 if anything is new.")] = (
+        False
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """Pin a recipe: commit, size and SHA-256 of every file; with --image the image's digest."""
+
+    def work() -> tuple:
+        path = find_recipe(recipe, recipe_folders())
+        text = path.read_text(encoding="utf-8")
+        model = (read_document(text, str(path)).data or {}).get("model")
+        if not isinstance(model, dict):
+            raise HostError(f"{path} has no model.", "See docs/recipes.md for a recipe.")
+        found = _make_lock(model, path, revision, folder, token_file)
+        values: dict = {}
+        if found["source"]["kind"] == "hub":
+            values["model", "revision"] = found["source"]["revision"]
+        values["model", "file_lock"] = path.name.removesuffix(".yaml") + lock.SUFFIX
+        values["model", "weights_bytes"] = found["model"]["weights_bytes"]
+        if image:
+            values |= _image_digest(read_document(text, str(path)).data)
+        after = recipe_edit.set_values(text, values)
+        lock_path = path.with_name(values["model", "file_lock"])
+        before = lock_path.read_text(encoding="utf-8") if lock_path.is_file() else ""
+        changed = [
+            str(p)
+            for p, is_new in ((path, after != text), (lock_path, lock.as_text(found) != before))
+            if is_new
+        ]
+        if not check:
+            lock_path.write_text(lock.as_text(found), encoding="utf-8")
+            path.write_text(after, encoding="utf-8")
+        result = {
+            "changed": changed,
+            "files": len(found["files"]),
+            "bytes": lock.total_bytes(found),
+            "weights_bytes": found["model"]["weights_bytes"],
+            "revision": found["source"].get("revision"),
+        }
+
+        def present(out) -> None:
+            verb = "would change" if check else "changed"
+            what = f"{verb} {', '.join(changed)}" if changed else "nothing is new"
+            size = lock.total_bytes(found) / 1e9
+            out.print(
+                f"{count(len(found['files']), 'file')}, {size:.2f} GB: {what}", highlight=False
+            )
+
+        return EXIT_REFUSED if check and changed else EXIT_GOOD, result, present
+
+    outcome.run(as_json, work)
+
+
+def _make_lock(
+    model: dict, path: Path, revision: str | None, folder: Path | None, token_file: Path | None
+) -> dict:
+    tell = _teller()
+    if folder is not None:
+        found = lock.lock_folder(folder, tell)
+        if model.get("repo"):
+            # The files are those of a commit only if somebody says which.
+            commit = revision or model.get("revision")
+            if not re.fullmatch(r"[0-9a-f]{40}", str(commit)) or commit == lock.UNPINNED:
+                raise HostError(
+                    "Which commit these files are of is not known.", "Add --revision <40 hex>."
+                )
+            found["source"] = {"kind": "hub", "repo": model["repo"], "revision": commit}
+        return found
+    if model.get("path"):
+        place = Path(str(model["path"])).expanduser()
+        return lock.lock_folder(place if place.is_absolute() else path.parent / place, tell)
+    if not model.get("repo"):
+        raise HostError(
+            "There is nothing to lock: a file of a package is pinned by its SHA-256.",
+            "Lock recipes with model.repo or model.path.",
+        )
+    wanted = revision or model.get("revision")
+    if wanted is None or wanted == lock.UNPINNED:
+        wanted = "main"
+    token = None
+    if token_file is not None:
+        try:
+            token = token_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise HostError(
+                f"The token file {token_file} cannot be read: {error.strerror}."
+            ) from None
+    return lock.lock_hub(str(model["repo"]), str(wanted), token, tell)
+
+
+def _teller():
+    """Progress on a terminal, nothing in a pipe."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(text, file=sys.stderr)
+
+
+def _image_digest(data: dict) -> dict:
+    """The digest of the image as the local engine has it, for the local platform."""
+    name = (data.get("image") or {}).get("name")
+    if not name:
+        raise HostError("The recipe names no image.", "Add image: {name, digests}.")
+    command = ["docker", "image", "inspect", "--format", "{{json .}}", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostError(f"docker cannot be asked: {error}.", "Start the engine.") from None
+    if done.returncode != 0:
+        raise HostError(f"The engine has no image '{name}'.", "Build or pull it first.")
+    found = json.loads(done.stdout)
+    digests = [d.rpartition("@")[2] for d in found.get("RepoDigests") or []]
+    platform = f"linux/{found['Architecture']}"
+    return {("image", "digests", platform): digests[0] if digests else found["Id"]}
+
+
+def fit_command(
+    recipe: RecipeArgument,
+    profile: Annotated[
+        str | None, typer.Option(help="Profile to use; default: the first that fits this host.")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Model store; default: .exl3 of the checkout.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=256, help="Longest context in tokens.")
+    ] = None,
+    kv_cache_gib: Annotated[
+        int | None, typer.Option(min=1, help="KV cache in GiB per rank (CPU).")
+    ] = None,
+    freed_gib: Annotated[
+        float, typer.Option(min=0, help="GiB that the running instance returns when replaced.")
+    ] = 0.0,
+    facts: Annotated[
+        Path | None, typer.Option("--facts", help="Use this facts file instead of this host.")
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", help="A server's log of this profile: keep what it tells first."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Does the model fit? Asked before anything is fetched; 1 where it does not."""
+
+    def work() -> tuple:
+        loaded = load(recipe)
+        home = outcome.store_dir(store)
+        host = planner_facts(facts, home)
+        name, chosen = _choose(loaded, host, profile)
+        if not isinstance(chosen, GpuProfile):
+            verdict = _cpu_fit(loaded, host, home, profile, max_model_len, kv_cache_gib, freed_gib)
+        else:
+            folder = Path(sources.model_dir(loaded, str(home)))
+            key = fit_recipe.key_of_profile(loaded, name, chosen, folder, max_model_len)
+            if log is not None:
+                boot = learned.read_boot(learned.tail(log))
+                if boot is None:
+                    raise HostError(
+                        f"{log} tells nothing about a KV cache.",
+                        "Give the log of a server that came that far.",
+                    )
+                learned.record(home, key, boot)
+            data = recipes_data()
+            known = hardware.load_hardware(data).get(name) if data is not None else None
+            verdict = fit_recipe.verdict(
+                loaded,
+                chosen,
+                host,
+                known,
+                model_dir=folder,
+                store=home,
+                max_model_len=max_model_len,
+                key=key,
+            )
+            if verdict is None:
+                raise HostError(
+                    f"The memory of '{name}' is not known: no such GPUs here, no such class in "
+                    "recipes/profiles/hardware.yaml.",
+                    "Ask on the host itself, or with --facts FILE of it.",
+                )
+        verdict = {"recipe": loaded.recipe.name, "profile": name, **verdict}
+        code = EXIT_GOOD if verdict["ok"] else EXIT_REFUSED
+        return code, verdict, lambda out: show.show_fit(verdict, out)
+
+    outcome.run(as_json, work)
+
+
+def _choose(loaded: LoadedRecipe, host: dict, wanted: str | None) -> tuple:
+    """The profile that is asked for, else the first whose hardware is here."""
+    profiles = loaded.recipe.profiles
+    if wanted in profiles:
+        return wanted, profiles[wanted]
+    if wanted is None:
+        for name, one in profiles.items():
+            if isinstance(one, GpuProfile) and fit_recipe.memory_here(one, host) is not None:
+                return name, one
+        if all(isinstance(one, GpuProfile) for one in profiles.values()):
+            raise HostError(
+                f"This host has the GPUs of no profile of {loaded.recipe.name}.",
+                f"Name one to ask about such hardware: --profile {' | '.join(profiles)}",
+            )
+    return planner.choose_profile(loaded, host, wanted)
+
+
+def _cpu_fit(loaded, host, home, profile, max_model_len, kv_cache_gib, freed_gib) -> dict:
+    instance = planner.Instance(
+        name=loaded.recipe.name,
+        store=str(home),
+        venv=str(Path(sys.prefix)),
+        profile=profile,
+        max_model_len=max_model_len,
+        kv_cache_gib=kv_cache_gib,
+        freed_gib=freed_gib,
+        api_key_file="/not-used" if loaded.recipe.secrets.api_key else None,
+    )
+    return planner.plan_here(loaded, instance, host)["fit"]
+
+
+def planner_facts(file: Path | None, store: Path) -> dict:
+    """Facts of this host, or of a file that `exl3ctl facts --json` wrote. Raises HostError."""
+    from . import facts as host_facts
+
+    if file is None:
+        return host_facts.collect(store=str(store))
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HostError(
+            f"The facts file {file} cannot be read: {error}.", "Make one with: exl3ctl facts --json"
+        ) from None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != host_facts.SCHEMA:
+        raise HostError(
+            f"{file} is no facts file: schema is {schema!r}, expected '{host_facts.SCHEMA}'.",
+            "Make one with: exl3ctl facts --json",
+        )
+    return found
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to exl3ctl."""
+    app.add_typer(recipe_app, name="recipe")
+    app.command("fit")(fit_command)

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# A Debian root for aarch64 that this x86_64 machine runs through qemu's user emulation.
+#
+#   scripts/lib/arm64_root.sh make DIR              Debian's Python, torch and pytest below DIR (once)
+#   scripts/lib/arm64_root.sh install DIR WHEEL     unpack our wheel in it
+#   scripts/lib/arm64_root.sh run DIR CMD...        run a command in it, in /suite, where the tests and
+#                                                   csrc of the checkout are; reference data in /data
+#
+# Needs root. Registers qemu-aarch64-static with the kernel's binfmt_misc where nobody has. Packages
+# and wheels are only unpacked, by this machine, so nothing but the tests themselves runs emulated.
+# torch is the oldest that our wheel supports: its aarch64 wheel is a CPU build of 146 MB, later ones
+# bring CUDA.
+set -euo pipefail
+# shellcheck source=scripts/lib/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+[ $# -ge 2 ] || die "usage: arm64_root.sh make DIR | install DIR WHEEL | run DIR CMD..."
+action=$1
+dir=$(realpath -m "$2")
+shift 2
+# All by name, because pip would take the markers of x86_64 and bring CUDA along.
+wheels=(torch==2.10.0 numpy==2.3.5 safetensors==0.6.2 pytest==9.2.0
+  filelock fsspec iniconfig jinja2 markupsafe mpmath networkx packaging pluggy pygments sympy
+  typing-extensions)
+[ "$(id -u)" -eq 0 ] || die "an emulated root needs root"
+
+# A machine that is aarch64 already needs no emulator.
+emulate() {
+  local misc=/proc/sys/fs/binfmt_misc name=qemu-aarch64 magic mask
+  [ "$(uname -m)" != aarch64 ] || return 0
+  command -v qemu-aarch64-static > /dev/null || apt_install qemu-user-static
+  [ -e $misc/register ] || mount -t binfmt_misc none $misc 2> /dev/null ||
+    die "binfmt_misc cannot be mounted: this kernel or sandbox runs no foreign programs"
+  if [ ! -e $misc/$name ]; then
+    # 64-bit little-endian ELF for machine 183. F: the emulator is opened now and works in any root.
+    magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
+    mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
+    printf '%s' ":$name:M::$magic:$mask:/usr/bin/qemu-aarch64-static:OCF" > $misc/register ||
+      die "qemu-aarch64 cannot be registered with binfmt_misc"
+  fi
+}
+
+make_root() {
+  [ ! -e "$dir/.complete" ] || return 0
+  export PATH="$PATH:/usr/sbin:/sbin"
+  command -v debootstrap > /dev/null || apt_install debootstrap
+  rm -rf "$dir"
+  mkdir -p "$dir"
+  say "unpacking Debian's packages for arm64 into $dir"
+  debootstrap --foreign --arch=arm64 --variant=minbase --include=python3 bookworm "$dir" \
+    > "$dir.log" 2>&1 ||
+    { tail -n 20 "$dir.log" >&2 && die "debootstrap failed; $dir.log has the rest"; }
+  local package
+  for package in "$dir"/var/cache/apt/archives/*.deb; do
+    dpkg-deb -x "$package" "$dir"
+  done
+  say "unpacking torch and pytest, ${#wheels[@]} wheels in all, for aarch64 (160 MB)"
+  local python=$venv/bin/python
+  [ -x "$python" ] || python=$(find_python)
+  "$python" -m pip install -q --disable-pip-version-check --no-deps --only-binary :all: \
+    --target "$dir/opt/site" --implementation cp --python-version 311 \
+    --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
+    --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 "${wheels[@]}" ||
+    die "pip failed. Without network: set PIP_INDEX_URL to a mirror"
+  rm -rf "$dir"/var/cache/apt/archives "$dir"/var/lib/apt/lists
+  mkdir -p "$dir"/suite/{tests,csrc} "$dir/data" "$dir/tmp"
+  : > "$dir/.complete"
+}
+
+emulate
+[ "$action" = make ] || [ -e "$dir/.complete" ] || die "no finished root in $dir; make it first"
+case $action in
+  make) make_root ;;
+  install)
+    [ $# -eq 1 ] && [ -f "$1" ] || die "install needs a wheel"
+    rm -rf "$dir/opt/exl3"
+    python3 -m zipfile -e "$1" "$dir/opt/exl3"
+    ;;
+  run)
+    data=${EXL3_TEST_DATA:-$checkout/../shared/data}
+    [ -d "$data" ] || data=$dir/data
+    # shellcheck disable=SC2016  # the inner shell expands its own arguments
+    # What is mounted in a mount namespace ends with the command.
+    exec unshare --mount --propagation private bash -euc '
+      mount --rbind /proc "$1/proc"
+      mount --rbind /dev "$1/dev"
+      mount --bind "$2/tests" "$1/suite/tests"
+      mount --bind "$2/csrc" "$1/suite/csrc"
+      mount --bind "$3" "$1/data"
+      root=$1
+      shift 3
+      exec chroot "$root" /usr/bin/env -i -C /suite PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8 \
+        PYTHONPATH=/opt/site:/opt/exl3 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 \
+        EXL3_TEST_DATA=/data "$@"' \
+      arm64_root "$dir" "$checkout" "$data" "$@"
+    ;;
+  *) die "unknown action $action" ;;
+esac

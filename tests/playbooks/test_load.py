@@ -1,0 +1,151 @@
+"""Load, comparison of ways to pin, and calibration keys: figures that are known beforehand."""
+
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+from exl3_host import ab_pin, calibration, load, service, spec
+from exl3_host.errors import HostError
+from exl3_host.wait import Endpoint
+
+
+class Known(BaseHTTPRequestHandler):
+    """Streams what it was asked for, keeps what it was asked, fails every third request."""
+
+    asked: ClassVar[list] = []
+    fail_every = 0
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append({**body, "authorization": self.headers.get("Authorization")})
+        if self.fail_every and len(self.asked) % self.fail_every == 0:
+            self.send_error(503)
+            return
+        self.send_response(200)
+        self.end_headers()
+        # Three chunks that hold more than one token each: only the usage tells how many.
+        for text in ("", "one two ", "three "):
+            chunk = {"choices": [{"text": text}]}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+        self.wfile.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def known():
+    handler = type("Fresh", (Known,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield handler, Endpoint("127.0.0.1", server.server_port, "known")
+    server.shutdown()
+    server.server_close()
+
+
+def test_tokens_are_the_servers_count_and_prompts_differ(known):
+    handler, endpoint = known
+    figures = load.measure(endpoint, load.Shape(6, 3, input_words=20, output_tokens=9))
+    assert (figures.requests, figures.failed, figures.output_tokens) == (6, 0, 54)
+    prompts = {one["prompt"] for one in handler.asked}
+    assert len(prompts) == 6 and all(len(prompt.split()) == 20 for prompt in prompts)
+    for one in handler.asked:
+        assert one["ignore_eos"] and one["stream_options"] == {"include_usage": True}
+    again = {load._prompt(load.Shape(6, 3, 20, 9), n) for n in range(6)}
+    assert again == prompts, "the same seed asks the same"
+
+
+def test_failures_are_counted_and_named(known):
+    handler, endpoint = known
+    handler.fail_every = 3
+    figures = load.measure(endpoint, load.Shape(6, 1))
+    assert figures.failed == 2 and "status 503" in figures.errors[0]
+
+
+def test_nobody_there_is_an_error():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = Endpoint("127.0.0.1", probe.getsockname()[1], "x")
+    with pytest.raises(HostError, match="answered none of 2 requests"):
+        load.measure(endpoint, load.Shape(2, 1))
+
+
+def test_the_key_goes_along_and_into_no_figure(known, tmp_path):
+    handler, endpoint = known
+    key = tmp_path / "key"
+    key.write_text("canary-ab12\n")
+    keyed = Endpoint(endpoint.host, endpoint.port, "known", api_key_file=str(key))
+    figures = load.measure(keyed, load.Shape(1, 1))
+    assert handler.asked[0]["authorization"] == "Bearer canary-ab12"
+    assert "canary-ab12" not in json.dumps(figures.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [([], 50, 0.0), ([7.0], 99, 7.0), ([4.0, 1.0, 3.0, 2.0], 50, 2.0), ([1.0, 2.0], 99, 2.0)],
+)
+def test_percentiles_by_nearest_rank(values, percent, expected):
+    assert load.percentile(values, percent) == expected
+
+
+def test_the_mildest_of_equally_fast_ways_is_kept():
+    assert ab_pin.pick({"none": 100.0, "container": 101.9})[0] == "none"
+    assert ab_pin.pick({"none": 100.0, "container": 103.0})[0] == "container"
+    assert ab_pin.pick({"container": 90.0, "per_rank": 140.0})[0] == "per_rank"
+
+
+def test_the_faster_way_of_pinning_serves_in_the_end(store, make_plan):
+    def planner(mode):
+        if mode == "per_rank":
+            raise HostError("per-rank pinning needs one node per GPU")
+        bind = "nobind" if mode == "none" else "0"
+        plan = make_plan("--slow-unless-bound", serve={"env": {"VLLM_CPU_OMP_THREADS_BIND": bind}})
+        return {**plan, "config_hash": bind}
+
+    options = service.Options(manager="supervisor")
+    shape = load.Shape(4, 2, 10, 16)
+    result = ab_pin.compare(planner, store, "small", options, 1, shape)
+    assert result["mode"] == "container" == ab_pin.chosen(store, "small")
+    assert result["skipped"] == {"per_rank": "per-rank pinning needs one node per GPU"}
+    rows = {row["mode"]: row["tokens_per_s"] for row in result["rows"]}
+    assert rows["container"] > 2 * rows["none"], "20 ms and 2 ms for each token"
+    running = spec.read_json(spec.Paths(store, "small").spec)
+    assert running["env"]["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+
+
+H200 = {
+    "name": "NVIDIA H200",
+    "compute_capability": "9.0",
+    "memory_bytes": 150754820096,
+    "driver": "580.95.05",
+}
+
+
+def test_a_profile_belongs_to_device_driver_and_release(tmp_path):
+    key = calibration.key_of(H200, "sha256:aa")
+    path = calibration.file_of(tmp_path, key)
+    path.parent.mkdir()
+    path.write_text("{}")
+    facts = {"gpus": [H200, {**H200, "driver": "580.126.09"}]}
+    assert calibration.find(tmp_path, facts, "sha256:aa", "auto") == path
+    assert path.name.startswith("nvidia-h200-")
+    for other in ({**H200, "driver": "590.10"}, {**H200, "memory_bytes": 85899345920}):
+        assert calibration.find(tmp_path, {"gpus": [other]}, "sha256:aa", "auto") is None
+    assert calibration.find(tmp_path, facts, "sha256:bb", "auto") is None
+    with pytest.raises(
+        HostError, match=r"(?s)requires a calibration of NVIDIA H200.*calibrate\.yml"
+    ):
+        calibration.find(tmp_path, facts, "sha256:bb", "require")
+    assert calibration.find(tmp_path, facts, "sha256:aa", "skip") is None
+    assert calibration.find(tmp_path, {"gpus": []}, "sha256:aa", "require") is None
+
+
+def test_two_types_of_device_have_no_common_profile(tmp_path):
+    facts = {"gpus": [H200, {**H200, "name": "NVIDIA H100"}]}
+    assert calibration.find(tmp_path, facts, "x", "auto") is None
+    with pytest.raises(HostError, match="several types of GPU"):
+        calibration.find(tmp_path, facts, "x", "require")

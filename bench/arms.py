@@ -34,7 +34,7 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is forced: nothing ("auto"), the kernel for one row, a tile of rows, the dense kernel."""
+    """What is forced: nothing ("auto"), the kernel for one row, a tile of rows, dense."""
 
     name: str
     form: str

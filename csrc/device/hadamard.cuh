@@ -33,6 +33,13 @@ __device__ __forceinline__ void hadamard_128(float (&v)[kCount][4], int lane) {
   }
 }
 
+__device__ __forceinline__ void hadamard_128(float (&v)[4], int lane) {
+  float one[1][4] = {{v[0], v[1], v[2], v[3]}};
+  hadamard_128(one, lane);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = one[0][i];
+}
+
 inline constexpr float kRootOf128 = 11.313708498984761f;
 inline constexpr float kHadamardScale = 1.0f / kRootOf128;
 

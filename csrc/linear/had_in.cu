@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(kRows * 32) transform_kernel(const TransformPa
     for (int i = threadIdx.x; i < p.flag_count; i += kRows * 32) p.flags[i] = 0;
   }
 
-  float block_values[1][4] = {};
-  auto& v = block_values[0];
+  float v[4] = {};
   if (padded_row < p.m) {
     const int first = block * 128 + 4 * lane;
     load_block<T>(p, padded_row, first, v);
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(kRows * 32) transform_kernel(const TransformPa
     const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
     const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
     v[0] *= low.x, v[1] *= low.y, v[2] *= high.x, v[3] *= high.y;
-    hadamard_128(block_values, lane);
+    hadamard_128(v, lane);
   }
   __half2 pair[2];
 #pragma unroll

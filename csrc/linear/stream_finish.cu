@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int pass = 0; pass < 2; ++pass) {
     if (pass == 1) await_predecessors();
     const int parts = pass == 0 ? 0 : last - first + 1;
-    float sums[1][4] = {};
-    auto& z = sums[0];
+    float z[4] = {};
     int part = 0;
 #pragma unroll 1
     do {
@@ -64,7 +63,7 @@ __global__ void __launch_bounds__(32 * kWarps)
           __ldcg(reinterpret_cast<const float4*>(p.ends + int64_t{strip} * 128 + 4 * lane));
       z[0] += v.x, z[1] += v.y, z[2] += v.z, z[3] += v.w;
     }
-    hadamard_128(sums, lane);
+    hadamard_128(z, lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i] *= kHadamardScale;
     if (pass == 1) {

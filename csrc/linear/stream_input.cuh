@@ -32,15 +32,15 @@ __device__ __forceinline__ void transform_inputs(const StreamParams& p, const St
   for (int i = warp; i < count; i += kStreamWarps) {
     int block = first + i;
     if (block >= p.k / 128) block -= p.k / 128;
-    float v[1][4];
+    float v[4];
     const uint2 raw = __ldg(reinterpret_cast<const uint2*>(shard.suh + block * 128 + 4 * lane));
-    load_inputs<4>(p.input, 0, block * 128 + 4 * lane, v[0]);
+    load_inputs<4>(p.input, 0, block * 128 + 4 * lane, v);
     const float2 low = unpack_pair(raw.x, false), high = unpack_pair(raw.y, false);
-    v[0][0] *= low.x, v[0][1] *= low.y, v[0][2] *= high.x, v[0][3] *= high.y;
+    v[0] *= low.x, v[1] *= low.y, v[2] *= high.x, v[3] *= high.y;
     hadamard_128(v, lane);
     auto* step = reinterpret_cast<uint32_t*>(to + i * kStreamBlockBytes);
-    step[0] = rounded_pair(v[0][0], v[0][1]);
-    step[2] = rounded_pair(v[0][2], v[0][3]);
+    step[0] = rounded_pair(v[0], v[1]);
+    step[2] = rounded_pair(v[2], v[3]);
   }
 }
 

@@ -14,7 +14,7 @@ from bench.generate import WORST_LIMIT, Bank, Truth, Verdict
 from bench.ruler import TOLERANCE, Ruler
 from exl3_plugin import devices, ops
 
-KERNELS = ("auto", "8", "16", "32", "64", "128", "dense")
+KERNELS = ("auto", "stream", "8", "16", "32", "64", "128", "dense")
 FORMS = ("exact", "fast")
 FAST_ROWS = 8
 """Most rows for which a fast form exists; above, both forms are one and the same kernel."""
@@ -34,7 +34,7 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is forced: nothing ("auto"), a tile of rows, or the dense kernel."""
+    """What is forced: nothing ("auto"), the kernel for one row, a tile of rows, dense."""
 
     name: str
     form: str
@@ -46,16 +46,20 @@ class Kernel:
             return None
         if self.name == "dense":
             return ops.Plan(ops.DENSE, 0, ops.EXACT, 0)
+        if self.name == "stream":
+            return ops.Plan(ops.STREAM, 1, FORMS.index(self.form), 0)
         return ops.Plan(ops.GEMM, int(self.name), FORMS.index(self.form), 0)
 
     def applies(self, rows: int) -> bool:
         """False where a point would say nothing new, or would only burn time."""
-        if self.form == "fast" and (self.name not in ("auto", "8") or rows > FAST_ROWS):
+        if self.form == "fast" and (self.name not in ("auto", "stream", "8") or rows > FAST_ROWS):
             return False
         if self.name == "auto":
             return True
         if self.name == "dense":
             return rows >= DENSE_ROWS
+        if self.name == "stream":
+            return rows == 1
         return rows <= 32 * int(self.name)
 
 

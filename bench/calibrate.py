@@ -91,6 +91,9 @@ def candidates(m: int, default: ops.Plan, sms: int, most_blocks: int) -> list[op
         if rows in tuning.FAST_TILE_ROWS and m <= arms.FAST_ROWS:
             forms.append(ops.FAST)
         plans += [ops.Plan(ops.GEMM, rows, form, blocks) for form in forms]
+    if m == 1:
+        blocks = min(most_blocks, sms)
+        plans += [ops.Plan(ops.STREAM, 1, form, blocks) for form in (ops.EXACT, ops.FAST)]
     if m >= DENSE_FROM_ROWS:
         plans.append(ops.Plan(ops.DENSE, 0, ops.EXACT, 0))
     return list(dict.fromkeys(plans))
@@ -98,7 +101,7 @@ def candidates(m: int, default: ops.Plan, sms: int, most_blocks: int) -> list[op
 
 def with_blocks(plan: ops.Plan, sms: int, most_blocks: int) -> list[ops.Plan]:
     """The plan with other numbers of thread blocks: whole waves over the SMs."""
-    if plan.kernel == ops.DENSE:
+    if plan.kernel != ops.GEMM:
         return []
     counts = dict.fromkeys(min(most_blocks, factor * sms) for factor in BLOCKS_PER_SM)
     return [plan._replace(blocks=blocks) for blocks in counts if blocks != plan.blocks]

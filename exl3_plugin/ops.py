@@ -21,8 +21,9 @@ from exl3_plugin.format import BLOCK, CODEBOOKS, TILE
 SHARD_FIELDS = 5
 """Numbers that describe one shard: codebook index, words a tile, n, n_begin, n_out."""
 
-GEMM, DENSE = 0, 1
-"""Kernels a plan names: straight from the trellis, or through a rebuilt slice of the weight."""
+GEMM, DENSE, STREAM = 0, 1, 2
+"""Kernels a plan names: straight from the trellis, through a rebuilt slice of the weight, or
+straight from the trellis for one row alone."""
 
 EXACT, FAST = 0, 1
 """Forms a plan names: the format's own fp16 weights, or weights without their last rounding."""
@@ -49,9 +50,9 @@ class Plan(NamedTuple):
     """How one call is computed; the numbers `exl3::linear_with` takes."""
 
     kernel: int
-    """`GEMM` or `DENSE`."""
+    """`GEMM`, `DENSE` or `STREAM`."""
     rows: int
-    """Rows of x a tile covers: 8, 16, 32, 64 or 128; without meaning for `DENSE`."""
+    """Rows of x a tile covers: 8, 16, 32, 64 or 128; 1 for `STREAM`, any for `DENSE`."""
     form: int
     """`EXACT` or `FAST`."""
     blocks: int

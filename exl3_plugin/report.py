@@ -55,11 +55,13 @@ def plan_of(
 
 
 def describe_plan(plan: ops.Plan) -> str:
-    """In words: "dense", or "gemm, 8 rows, fast, 264 blocks"."""
+    """In words: "dense", "stream, fast, 132 blocks", or "gemm, 8 rows, fast, 264 blocks"."""
     if plan.kernel == ops.DENSE:
         return "dense"
     form = "fast" if plan.form == ops.FAST else "exact"
     blocks = f", {plan.blocks} blocks" if plan.blocks else ""
+    if plan.kernel == ops.STREAM:
+        return f"stream, {form}{blocks}"
     return f"gemm, {plan.rows} rows, {form}{blocks}"
 
 

@@ -59,7 +59,7 @@ class Override(_Strict):
     family: int = Field(ANY_FAMILY, ge=ANY_FAMILY, le=MUL1_FAMILY)
     m_upto: int = Field(ge=1)
     """Most rows of x that the row is for; the first row that fits wins."""
-    kernel: int = Field(ge=ops.GEMM, le=ops.DENSE)
+    kernel: int = Field(ge=ops.GEMM, le=ops.STREAM)
     rows: int = 0
     form: int = Field(ops.EXACT, ge=ops.EXACT, le=ops.FAST)
     blocks: int = Field(0, ge=0)
@@ -68,8 +68,15 @@ class Override(_Strict):
     def _is_a_plan(self) -> Override:
         if self.kernel == ops.GEMM and self.rows not in TILE_ROWS:
             raise ValueError(f"rows {self.rows} is no tile; there are {TILE_ROWS}")
-        if self.form == ops.FAST and (self.kernel != ops.GEMM or self.rows not in FAST_TILE_ROWS):
-            raise ValueError(f"a fast form exists only with tiles of {FAST_TILE_ROWS} rows")
+        if self.kernel == ops.STREAM and (self.rows, self.m_upto) != (1, 1):
+            raise ValueError(
+                f"the kernel for one row has rows 1, m_upto 1, not {self.rows}, {self.m_upto}"
+            )
+        gemm_is_fast = self.kernel == ops.GEMM and self.rows in FAST_TILE_ROWS
+        if self.form == ops.FAST and not (gemm_is_fast or self.kernel == ops.STREAM):
+            raise ValueError(
+                f"a fast form exists only with tiles of {FAST_TILE_ROWS} rows or for one row"
+            )
         return self
 
     @property

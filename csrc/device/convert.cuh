@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "linear/gemm.h"
+#include "linear/operands.h"
 
 namespace exl3 {
 

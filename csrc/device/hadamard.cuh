@@ -5,20 +5,39 @@
 
 namespace exl3 {
 
-// Lane l holds elements 4l to 4l+3. Two stages inside the lane, five between lanes, fp32, natural
-// order, not normalised: the caller multiplies by 1/sqrt(128) where it rounds or scales anyway.
-__device__ __forceinline__ void hadamard_128(float (&v)[4], int lane) {
-  const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
-  v[0] = a + c, v[1] = b + d, v[2] = a - c, v[3] = b - d;
+// The transforms of kCount blocks at once. Lane l holds elements 4l to 4l+3 of each. Two stages
+// inside the lane, five between lanes, fp32, natural order, not normalised: the caller multiplies
+// by 1/sqrt(128) where it rounds or scales anyway.
+//
+// The stages between lanes stay a loop: code that runs once in a launch costs about ten cycles an
+// instruction to fetch, which is far more than the loop.
+template <int kCount>
+__device__ __forceinline__ void hadamard_128(float (&v)[kCount][4], int lane) {
 #pragma unroll
+  for (int b = 0; b < kCount; ++b) {
+    const float a = v[b][0] + v[b][1], c = v[b][2] + v[b][3];
+    const float d = v[b][0] - v[b][1], e = v[b][2] - v[b][3];
+    v[b][0] = a + c, v[b][1] = d + e, v[b][2] = a - c, v[b][3] = d - e;
+  }
+#pragma unroll 1
   for (int distance = 1; distance < 32; distance *= 2) {
     const bool upper = (lane & distance) != 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], distance);
-      v[i] = upper ? other - v[i] : v[i] + other;
+    for (int b = 0; b < kCount; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, v[b][i], distance);
+        v[b][i] = upper ? other - v[b][i] : v[b][i] + other;
+      }
     }
   }
+}
+
+__device__ __forceinline__ void hadamard_128(float (&v)[4], int lane) {
+  float one[1][4] = {{v[0], v[1], v[2], v[3]}};
+  hadamard_128(one, lane);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = one[0][i];
 }
 
 inline constexpr float kRootOf128 = 11.313708498984761f;

@@ -33,4 +33,22 @@ EXL3_HOST_DEVICE constexpr int last_contributor(int64_t units, int position, int
   return last;
 }
 
+// Units dealt to parts that differ by one at most, the larger ones first. Cheap on the device: one
+// division of 32 bits tells whose a unit is.
+struct EvenSplit {
+  int each, larger;  // units of a part; how many parts have one more
+
+  EXL3_HOST_DEVICE static constexpr EvenSplit of(int units, int parts) {
+    return {units / parts, units % parts};
+  }
+  EXL3_HOST_DEVICE constexpr UnitRange range(int part) const {
+    const int begin = part * each + (part < larger ? part : larger);
+    return {begin, begin + each + (part < larger ? 1 : 0)};
+  }
+  EXL3_HOST_DEVICE constexpr int part_of(int unit) const {
+    const int in_larger = larger * (each + 1);
+    return unit < in_larger ? unit / (each + 1) : larger + (unit - in_larger) / each;
+  }
+};
+
 }  // namespace exl3

@@ -8,21 +8,15 @@
 #include "device/forms.h"
 #include "format/codebook.cuh"
 #include "linear/gemm_limits.h"
+#include "linear/operands.h"
 
 namespace exl3 {
-
-inline constexpr int kMaxShards = 16;  // of one fused layer
-
-enum class Dtype : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
 struct GemmShard {
   const uint8_t* weights;   // strips
   const uint8_t* image;     // of row tile 0
   const float* block_sums;  // [padded rows][k / 128] sums of the image, for Form::kFast of kByteSum
-  const uint16_t* svh;      // fp16 [n]
-  int strip_begin;          // index of its first strip among those of the launch
-  int n_begin, n_out;       // columns wanted of it
-  int out_begin;            // first column in the output
+  Columns columns;
 };
 
 struct GemmParams {
@@ -33,10 +27,7 @@ struct GemmParams {
   int strips;                // of all shards
   int positions;             // thread blocks a row tile
   int64_t image_tile_bytes;  // from one row tile of a shard to the next
-  void* out;                 // [m, out_stride]
-  int64_t out_stride;
-  const void* bias;  // [n], indexed like the columns of out; may be null
-  Dtype out_dtype, bias_dtype;
+  Output out;
   float* partials;  // [row tiles][positions][rows][128]
   uint32_t* flags;  // [row tiles][positions], zero at the start
   DecodeConstants constants;

@@ -52,6 +52,9 @@ struct GemmConfig {
   // Two stages must fit, more than four do not help.
   static constexpr int kFit = (kLimit - kSumBytes) / (kGroups * kStageBytes);
   static constexpr int kStages = kFit < 4 ? kFit : 4;
+  // Stages whose weights are fetched before the activations are there. With few rows the transform
+  // of the activations is what everything waits for, and its loads would queue behind the weights.
+  static constexpr int kEarlyStages = kRows <= 16 ? 1 : kStages - 1;
   static constexpr int kSharedBytes = kGroups * kStages * kStageBytes + kSumBytes;
   static_assert(kStages >= 2);
   static_assert(kForm == Form::kExact || kRows == kFastRows, "with more rows they do not pay");

@@ -7,14 +7,9 @@
 #include "device/instructions.cuh"
 #include "device/partition.cuh"
 #include "linear/gemm_config.cuh"
+#include "linear/output.cuh"
 
 namespace exl3 {
-
-__device__ __forceinline__ const GemmShard& shard_of_strip(const GemmParams& p, int strip) {
-  int s = 0;
-  while (s + 1 < p.shard_count && strip >= p.shards[s + 1].strip_begin) ++s;
-  return p.shards[s];
-}
 
 // The k16 steps that a group takes of a segment: an even share, contiguous.
 template <class C>
@@ -51,9 +46,9 @@ struct Fetcher {
     const UnitRange share = share_of_group<C>(segment, stop, group());
     const GemmShard& shard = shard_of_strip(p, strip);
     left = share.end - share.begin;
-    weights =
-        shard.weights + thread_bytes() +
-        (int64_t{share.begin} - int64_t{shard.strip_begin} * strip_steps) * C::kStepWeightBytes;
+    weights = shard.weights + thread_bytes() +
+              (int64_t{share.begin} - int64_t{shard.columns.strip_begin} * strip_steps) *
+                  C::kStepWeightBytes;
     rows = shard.image + blockIdx.y * p.image_tile_bytes + thread_bytes() +
            int64_t{share.begin - strip * strip_steps} * C::kStepRowBytes;
     segment = stop;

@@ -10,8 +10,6 @@
 // blocks, output transform.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "device/hadamard.cuh"
@@ -20,6 +18,7 @@
 #include "linear/gemm_fetch.cuh"
 #include "linear/gemm_multiply.cuh"
 #include "linear/gemm_sums.cuh"
+#include "linear/output.cuh"
 
 namespace exl3 {
 
@@ -53,13 +52,14 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     // Weights depend on no other kernel, so the ring starts to fill while the input transform runs.
     Fetcher<C> ahead = fetcher;
 #pragma unroll 1
-    for (int i = 0; i < C::kStages - 1 && ahead.ready(); ++i, ahead.advance()) {
+    for (int i = 0; i < C::kEarlyStages && ahead.ready(); ++i, ahead.advance()) {
       ahead.fetch_weights(fetch_to + i * C::kStageBytes);
     }
     await_predecessors();
 #pragma unroll 1
     for (int i = 0; i < C::kStages - 1; ++i) {
       if (fetcher.ready()) {
+        if (i >= C::kEarlyStages) fetcher.fetch_weights(fetch_to + i * C::kStageBytes);
         fetcher.fetch_rows(fetch_to + i * C::kStageBytes);
         fetcher.advance();
       }
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     }
 
     const GemmShard& shard = shard_of_strip(p, strip);
-    const int channel = (strip - shard.strip_begin) * 128 + 4 * lane;
-    const uint2 raw_scales = __ldg(reinterpret_cast<const uint2*>(shard.svh + channel));
+    const int channel = (strip - shard.columns.strip_begin) * 128 + 4 * lane;
+    const uint2 raw_scales = __ldg(reinterpret_cast<const uint2*>(shard.columns.svh + channel));
     const bool owner = begin == strip * strip_steps;
     const int strip_end = (strip + 1) * strip_steps;
     const int last = !owner || end == strip_end
@@ -174,12 +174,9 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
       __syncthreads();
       add_partials<C>(partials, z, position + 1, last, warp, lane, rows_left);
     }
-    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw_scales.x));
-    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw_scales.y));
-    const float4 scales = make_float4(low.x, low.y, high.x, high.y);
+    const float4 scales = unpack_scales(raw_scales);
     const int64_t first_row = int64_t{row_tile} * C::kRows + warp;
-#pragma unroll
-    for (int i = 0; i < C::kWarpRows; ++i) hadamard_128(z[i], lane);
+    hadamard_128(z, lane);
 #pragma unroll
     for (int i = 0; i < C::kWarpRows; ++i) {
       if (warp + C::kWarps * i >= rows_left) continue;
@@ -199,7 +196,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
 #pragma unroll
       for (int j = 0; j < 4; ++j) z[i][j] *= scale;
       if (lane == 0) z[i][0] += offset;
-      store_channels(p, shard, first_row + C::kWarps * i, channel, scales, z[i]);
+      store_channels(p.out, shard.columns, first_row + C::kWarps * i, channel, scales, z[i]);
     }
     begin = end;
   }

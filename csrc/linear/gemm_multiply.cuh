@@ -60,20 +60,16 @@ struct TileWords {
 template <class C>
 using Accumulators = float[C::kWarpTiles][C::kRowTiles][4];
 
-// Few rows: acc += the tiles of one k16 step times its activations, which fit in registers.
+// B fragments of one k16 step.
 template <class C>
-__device__ __forceinline__ void multiply_few(const LaneState<C>& state,
-                                             const DecodeConstants& constants,
-                                             const uint8_t* weights, const uint8_t* rows, int lane,
-                                             Accumulators<C>& acc) {
-  uint32_t x[C::kRowTiles][2];
-  if constexpr (C::kRows == 8) {
-    const uint2 v = *reinterpret_cast<const uint2*>(rows + lane * 8);
-    x[0][0] = v.x, x[0][1] = v.y;
-  } else {
-    const uint4 v = *reinterpret_cast<const uint4*>(rows + lane * 16);
-    x[0][0] = v.x, x[0][1] = v.y, x[1][0] = v.z, x[1][1] = v.w;
-  }
+using RowFragments = uint32_t[C::kRowTiles][2];
+
+// Few rows: acc += the tiles of one k16 step times its activations.
+template <class C>
+__device__ __forceinline__ void multiply_step(const LaneState<C>& state,
+                                              const DecodeConstants& constants,
+                                              const uint8_t* weights, const RowFragments<C>& x,
+                                              Accumulators<C>& acc) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     TileWords<C> words;
@@ -102,6 +98,23 @@ __device__ __forceinline__ void multiply_few(const LaneState<C>& state,
       }
     }
   }
+}
+
+// The same, for activations in the order of the image.
+template <class C>
+__device__ __forceinline__ void multiply_few(const LaneState<C>& state,
+                                             const DecodeConstants& constants,
+                                             const uint8_t* weights, const uint8_t* rows, int lane,
+                                             Accumulators<C>& acc) {
+  RowFragments<C> x;
+  if constexpr (C::kRows == 8) {
+    const uint2 v = *reinterpret_cast<const uint2*>(rows + lane * 8);
+    x[0][0] = v.x, x[0][1] = v.y;
+  } else {
+    const uint4 v = *reinterpret_cast<const uint4*>(rows + lane * 16);
+    x[0][0] = v.x, x[0][1] = v.y, x[1][0] = v.z, x[1][1] = v.w;
+  }
+  multiply_step<C>(state, constants, weights, x, acc);
 }
 
 // Many rows: kSteps steps, where the tiles of the next step are decoded between the products of the

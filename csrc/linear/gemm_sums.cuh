@@ -1,54 +1,11 @@
-// What follows the main loop: sums over groups and positions, scales, bias, rounding, stores.
+// What follows the main loop: sums over groups and positions.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
-#include "device/convert.cuh"
 #include "linear/gemm_config.cuh"
 
 namespace exl3 {
-
-// Four neighbouring channels of one row: svh, bias, rounding, store of those that are wanted.
-__device__ __forceinline__ void store_channels(const GemmParams& p, const GemmShard& shard,
-                                               int64_t row, int channel, float4 scales,
-                                               const float (&z)[4]) {
-  float y[4] = {z[0] * scales.x, z[1] * scales.y, z[2] * scales.z, z[3] * scales.w};
-  const int first = channel - shard.n_begin;
-  const int64_t column = int64_t{shard.out_begin} + first;
-  if (p.bias != nullptr) {
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      if (first + i < 0 || first + i >= shard.n_out) continue;
-      const float bias = load_as_float(p.bias, p.bias_dtype, column + i);
-      y[0] += i == 0 ? bias : 0.0f, y[1] += i == 1 ? bias : 0.0f;
-      y[2] += i == 2 ? bias : 0.0f, y[3] += i == 3 ? bias : 0.0f;
-    }
-  }
-  uint2 bits;
-  if (p.out_dtype == Dtype::kBfloat16) {
-    const __nv_bfloat162 low = __floats2bfloat162_rn(y[0], y[1]);
-    const __nv_bfloat162 high = __floats2bfloat162_rn(y[2], y[3]);
-    bits = make_uint2(*reinterpret_cast<const uint32_t*>(&low),
-                      *reinterpret_cast<const uint32_t*>(&high));
-  } else {
-    const __half2 low = __floats2half2_rn(y[0], y[1]), high = __floats2half2_rn(y[2], y[3]);
-    bits = make_uint2(*reinterpret_cast<const uint32_t*>(&low),
-                      *reinterpret_cast<const uint32_t*>(&high));
-  }
-  uint16_t* to = static_cast<uint16_t*>(p.out) + row * p.out_stride + column;
-  if (first >= 0 && first + 4 <= shard.n_out && (reinterpret_cast<uintptr_t>(to) & 7) == 0) {
-    *reinterpret_cast<uint2*>(to) = bits;
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i) {
-    if (first + i < 0 || first + i >= shard.n_out) continue;
-    to[i] = static_cast<uint16_t>((i < 2 ? bits.x : bits.y) >> 16 * (i % 2));
-  }
-}
 
 // Accumulators of a chunk of rows to shared memory: sums[group][row][channel].
 template <class C, int chunk>

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "linear/gemm_limits.h"
+#include "linear/stream_limits.h"
 
 namespace exl3 {
 namespace {
@@ -51,7 +52,19 @@ int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
+bool stream_runs(const DeviceFacts& device, const Problem& problem, int blocks) {
+  return device.architecture == 90 && problem.m == 1 &&
+         stream_fits(problem.k, problem.n / 128, blocks, device.shared_bytes);
+}
+
 int default_blocks(const DeviceFacts& device, const Problem& problem, int rows) {
+  if (rows == 1) {
+    // One block a multiprocessor; a step for each warp, and not too many parts of a strip.
+    const int64_t most =
+        std::min(work_units(problem.k, problem.n) / kStreamWarps, problem.n / 128 * 12);
+    return static_cast<int>(
+        std::clamp<int64_t>(device.multiprocessors, 1, std::max<int64_t>(1, most)));
+  }
   // All multiprocessors full, unless the layer is so small that the warps of a block would not find
   // a k16 step each, or that a strip falls into so many parts that adding them up takes longer.
   const int64_t full =
@@ -72,18 +85,23 @@ Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOpti
   for (const auto& entry : overrides) {
     if (!matches(entry, problem)) continue;
     Plan plan = entry.plan;
-    if (options.exact || plan.rows != kFastRows) plan.form = 0;
-    if (plan.kernel == Kernel::kGemm) {
+    if (options.exact || (plan.kernel == Kernel::kGemm && plan.rows != kFastRows)) plan.form = 0;
+    if (plan.kernel != Kernel::kDense) {
       if (plan.blocks == 0) plan.blocks = default_blocks(device, problem, plan.rows);
       plan.blocks = static_cast<int>(
           std::min<int64_t>(plan.blocks, std::max<int64_t>(1, work_units(problem.k, problem.n))));
     }
+    if (plan.kernel == Kernel::kStream && !stream_runs(device, problem, plan.blocks)) continue;
     return plan;
+  }
+  const bool fast = fast_forms_pay(device.architecture) && !options.exact;
+  if (const int blocks = default_blocks(device, problem, 1); stream_runs(device, problem, blocks)) {
+    return {Kernel::kStream, 1, fast ? 1 : 0, blocks};
   }
   if (problem.m >= dense_from(device.architecture, problem)) return {Kernel::kDense, 0, 0, 0};
   const int rows = rows_of_tile(problem.m);
-  const bool fast = fast_forms_pay(device.architecture) && !options.exact && rows == kFastRows;
-  return {Kernel::kGemm, rows, fast ? 1 : 0, default_blocks(device, problem, rows)};
+  return {Kernel::kGemm, rows, fast && rows == kFastRows ? 1 : 0,
+          default_blocks(device, problem, rows)};
 }
 
 GemmWorkspace gemm_workspace(int64_t m, int64_t k, int64_t n, int64_t shards, const Plan& plan) {
@@ -101,6 +119,14 @@ GemmWorkspace gemm_workspace(int64_t m, int64_t k, int64_t n, int64_t shards, co
   return workspace;
 }
 
+StreamWorkspace stream_workspace(int64_t k, int64_t n, const Plan& plan) {
+  const int64_t positions = std::min<int64_t>(plan.blocks, work_units(k, n));
+  StreamWorkspace workspace{};
+  workspace.ends = aligned((positions + n / 128) * partial_bytes(1));
+  workspace.total = workspace.ends + aligned(n / 128 * partial_bytes(1));
+  return workspace;
+}
+
 int64_t dense_slice_columns(int64_t k_in, int64_t columns) {
   const int64_t row_bytes = std::max<int64_t>(1, (k_in + 7) / 8 * 8 * 2);
   const int64_t most = std::max<int64_t>(128, kDenseSliceBytes / row_bytes / 128 * 128);
@@ -114,6 +140,7 @@ int64_t workspace_bytes(int64_t m, int64_t k, int64_t n, int64_t shards, const P
   if (plan.kernel == Kernel::kDense) {
     return dense_slice_columns(k, n) * ((k + 7) / 8 * 8) * 2;
   }
+  if (plan.kernel == Kernel::kStream) return stream_workspace(k, n, plan).total;
   return gemm_workspace(m, k, n, shards, plan).total;
 }
 

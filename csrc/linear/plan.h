@@ -7,7 +7,7 @@
 
 namespace exl3 {
 
-enum class Kernel : int { kGemm = 0, kDense = 1 };
+enum class Kernel : int { kGemm = 0, kDense = 1, kStream = 2 };
 
 struct DeviceFacts {
   int architecture;  // 10 * major + minor of the compute capability
@@ -28,9 +28,9 @@ struct PlanOptions {
 
 struct Plan {
   Kernel kernel;
-  int rows;    // of a row tile (kGemm)
+  int rows;    // of a row tile (kGemm); 1 (kStream)
   int form;    // 0 exact, 1 fast
-  int blocks;  // thread blocks a row tile (kGemm)
+  int blocks;  // thread blocks a row tile (not kDense)
 };
 
 // A measured choice that comes before the defaults; zeros in k, n and half_bits and -1 in family
@@ -47,8 +47,11 @@ inline constexpr int64_t kDenseSliceBytes = 192
                                             << 20;  // of the weight that kDense rebuilds at once
 inline constexpr int kUnitInputs = 16;              // inputs of one unit of work
 
-// Thread blocks a row tile where a plan leaves them open.
+// Thread blocks a row tile where a plan leaves them open; one row a tile is kStream.
 int default_blocks(const DeviceFacts& device, const Problem& problem, int rows);
+
+// Whether kStream can compute a problem with so many thread blocks.
+bool stream_runs(const DeviceFacts& device, const Problem& problem, int blocks);
 
 Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOptions& options,
                std::span<const PlanOverride> overrides = {});
@@ -61,6 +64,12 @@ struct GemmWorkspace {
   int64_t image, block_sums, partials, flags, total;
 };
 GemmWorkspace gemm_workspace(int64_t m, int64_t k, int64_t n, int64_t shards, const Plan& plan);
+
+// Where the parts of the workspace of kStream lie, in bytes.
+struct StreamWorkspace {
+  int64_t ends, total;  // partial sums come first
+};
+StreamWorkspace stream_workspace(int64_t k, int64_t n, const Plan& plan);
 
 // Columns of the slices that kDense rebuilds one after the other.
 int64_t dense_slice_columns(int64_t k_in, int64_t columns);

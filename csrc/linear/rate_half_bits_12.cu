@@ -1,9 +1,11 @@
 // Kernels of 6 bits per weight.
 #include "linear/gemm_launch.cuh"
 #include "linear/rebuild_kernel.cuh"
+#include "linear/stream_launch.cuh"
 
 namespace exl3 {
 template cudaError_t launch_gemm<12>(GemmParams&, const GemmLaunch&);
+template cudaError_t launch_stream<12>(const StreamParams&, const StreamLaunch&);
 template cudaError_t launch_rebuild<12>(const RebuildParams&, Family, cudaStream_t);
 template cudaError_t launch_reconstruct<12>(const ReconstructParams&, Family, cudaStream_t);
 }  // namespace exl3

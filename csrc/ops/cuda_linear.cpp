@@ -17,6 +17,7 @@
 #include "linear/had_in.h"
 #include "linear/rates.h"
 #include "linear/rebuild.h"
+#include "linear/stream.h"
 #include "ops/cuda_problem.h"
 
 namespace exl3::ops {
@@ -83,6 +84,11 @@ Bias read_bias(const char* op, const std::optional<Tensor>& bias, int64_t n_out,
                   ", expected float32, bfloat16 or float16");
 }
 
+Columns columns_of(const Shard& shard, int strip_begin) {
+  return {shard.svh, strip_begin, static_cast<int>(shard.n_begin), static_cast<int>(shard.n_out),
+          static_cast<int>(shard.out_begin)};
+}
+
 // Rows [first, first + m) of y through the image and the product, one launch for each rate.
 void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64_t m,
               const Bias& bias, const Plan& plan, const DeviceFacts& facts, uint8_t* workspace,
@@ -128,22 +134,14 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
       target.image = transform.image + int64_t{s} * row_tiles * image_bytes(weights.k, plan.rows);
       target.block_sums =
           sums == nullptr ? nullptr : sums + int64_t{s} * row_tiles * plan.rows * (weights.k / 128);
-      target.svh = shard.svh;
-      target.strip_begin = params.strips;
-      target.n_begin = static_cast<int>(shard.n_begin);
-      target.n_out = static_cast<int>(shard.n_out);
-      target.out_begin = static_cast<int>(shard.out_begin);
+      target.columns = columns_of(shard, params.strips);
       params.strips += static_cast<int>(shard.n / 128);
     }
     params.m = static_cast<int>(m);
     params.k = static_cast<int>(weights.k);
     params.positions = static_cast<int>(
         std::min<int64_t>(plan.blocks, work_units(weights.k, int64_t{params.strips} * 128)));
-    params.out = y + first * weights.n_out;
-    params.out_stride = weights.n_out;
-    params.bias = bias.data;
-    params.bias_dtype = bias.dtype;
-    params.out_dtype = x.dtype;
+    params.out = {y + first * weights.n_out, weights.n_out, bias.data, x.dtype, bias.dtype};
     params.partials = reinterpret_cast<float*>(workspace + parts.partials);
     params.flags = flags + launches++ * launch_flags;
     params.constants = kind.constants();
@@ -152,6 +150,54 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
     check_launch("the product", with_rate(kind.half_bits, [&](auto rate) {
                    return launch_gemm<decltype(rate)::half_bits>(params, launch);
                  }));
+  }
+}
+
+// The one row of y, a product and its finish for each rate.
+void run_stream(const Weights& weights, const Activations& x, const Bias& bias, const Plan& plan,
+                uint8_t* workspace, const StreamWorkspace& parts, uint16_t* y,
+                cudaStream_t stream) {
+  const int shard_count = static_cast<int>(weights.shards.size());
+  const bool dependent = options().dependent_launch;
+  std::array<bool, kMaxShards> done{};
+  for (int begin = 0; begin < shard_count; ++begin) {
+    if (done[begin]) continue;
+    const Shard& kind = weights.shards[begin];
+    StreamParams params{};
+    FinishParams finish{};
+    for (int s = begin; s < shard_count; ++s) {
+      const Shard& shard = weights.shards[s];
+      if (shard.codebook != kind.codebook || shard.half_bits != kind.half_bits) continue;
+      done[s] = true;
+      const Columns columns = columns_of(shard, params.strips);
+      finish.shards[params.shard_count].columns = columns;
+      params.shards[params.shard_count++] = {shard.weights, shard.suh, columns};
+      params.strips += static_cast<int>(shard.n / 128);
+    }
+    const int64_t units = work_units(weights.k, int64_t{params.strips} * 128);
+    params.input = {x.rows.const_data_ptr(), x.stride, x.dtype, static_cast<int>(x.k_begin),
+                    static_cast<int>(x.k_in)};
+    params.k = static_cast<int>(weights.k);
+    params.positions = static_cast<int>(std::min<int64_t>(plan.blocks, units));
+    params.split = EvenSplit::of(static_cast<int>(units), params.positions);
+    params.input_blocks =
+        static_cast<int>(stream_input_blocks(weights.k, params.strips, params.positions));
+    params.partials = reinterpret_cast<float*>(workspace);
+    params.ends = reinterpret_cast<float*>(workspace + parts.ends);
+    params.constants = kind.constants();
+    const StreamLaunch launch{plan.form == 1 ? Form::kFast : Form::kExact, kind.family(), dependent,
+                              stream};
+    check_launch("the product of one row", with_rate(kind.half_bits, [&](auto rate) {
+                   return launch_stream<decltype(rate)::half_bits>(params, launch);
+                 }));
+    finish.shard_count = params.shard_count;
+    finish.k = params.k;
+    finish.strips = params.strips;
+    finish.split = params.split;
+    finish.partials = params.partials;
+    finish.ends = params.ends;
+    finish.out = {y, weights.n_out, bias.data, x.dtype, bias.dtype};
+    check_launch("finishing the product of one row", launch_finish(finish, dependent, stream));
   }
 }
 
@@ -220,11 +266,15 @@ Plan read_plan(const char* op, const int64_t* fields) {
   const bool legal_rows = rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
   const bool gemm = kernel == 0 && legal_rows && (form == 0 || (form == 1 && rows == kFastRows)) &&
                     blocks >= 0 && blocks < (1 << 20);
-  STD_TORCH_CHECK(gemm || kernel == 1, op, ": plan (", kernel, ", ", rows, ", ", form, ", ", blocks,
+  const bool stream =
+      kernel == 2 && rows == 1 && (form == 0 || form == 1) && blocks >= 0 && blocks < (1 << 20);
+  STD_TORCH_CHECK(gemm || stream || kernel == 1, op, ": plan (", kernel, ", ", rows, ", ", form,
+                  ", ", blocks,
                   ") is none: kernel 0 with rows 8, 16, 32, 64, 128 (form 1 with 8 alone) and "
-                  "blocks from 0, or kernel 1");
+                  "blocks from 0, kernel 1, or kernel 2 with rows 1 and blocks from 0");
   if (kernel == 1) return {Kernel::kDense, 0, 0, 0};
-  return {Kernel::kGemm, static_cast<int>(rows), static_cast<int>(form), static_cast<int>(blocks)};
+  return {kernel == 2 ? Kernel::kStream : Kernel::kGemm, static_cast<int>(rows),
+          static_cast<int>(form), static_cast<int>(blocks)};
 }
 
 Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor& suh,
@@ -254,12 +304,24 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
                     " numbers, expected kernel, rows, form, blocks");
     plan = read_plan(op, forced->data());
     if (plan.blocks == 0) plan.blocks = default_blocks(facts, problem, plan.rows);
+    STD_TORCH_CHECK(plan.kernel != Kernel::kStream || stream_runs(facts, problem, plan.blocks), op,
+                    ": kernel 2 is for one row on compute capability 9.0 with room for ", weights.k,
+                    " inputs in shared memory; found ", rows.m, " row(s), compute capability ",
+                    facts.architecture / 10, ".", facts.architecture % 10, ", ", plan.blocks,
+                    " block(s)");
   }
 
   const cudaStream_t stream = current_stream(device);
   if (plan.kernel == Kernel::kDense) {
     Tensor flat = y.dim() == 2 ? y : torch::stable::view(y, {rows.m, weights.n_out});
     run_dense(weights, rows, bias_facts, flat, stream);
+    return y;
+  }
+  if (plan.kernel == Kernel::kStream) {
+    const StreamWorkspace parts = stream_workspace(weights.k, weights.n, plan);
+    const Tensor workspace = torch::stable::new_empty(trellis, {(parts.total + 1) / 2});
+    run_stream(weights, rows, bias_facts, plan, static_cast<uint8_t*>(workspace.mutable_data_ptr()),
+               parts, static_cast<uint16_t*>(y.mutable_data_ptr()), stream);
     return y;
   }
   const GemmWorkspace parts = gemm_workspace(rows.m, weights.k, weights.n,

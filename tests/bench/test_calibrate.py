@@ -23,7 +23,8 @@ def test_candidates(m):
     assert any(plan.kernel == ops.GEMM for plan in plans[1:]), "the trellis itself, at any m"
     assert (DENSE in plans) == (m >= 48)
     fast = {plan.rows for plan in plans if plan.form == ops.FAST}
-    assert fast == ({8} if m <= 8 else set())
+    assert fast == ({1, 8} if m == 1 else {8} if m <= 8 else set())
+    assert any(plan.kernel == ops.STREAM for plan in plans) == (m == 1)
     assert len(plans) <= 8, "a point has to stay cheap"
 
 

@@ -48,9 +48,13 @@ def test_every_answer_is_legal(device):
     for (k, n), (codebook, bits), mode in itertools.product(SHAPES, RATES, MODES):
         for m, plan in plans(device, k, n, codebook, bits, *mode).items():
             case = (m, k, n, codebook, bits, mode, plan)
-            assert plan.kernel in (ops.GEMM, ops.DENSE), case
+            assert plan.kernel in (ops.GEMM, ops.DENSE, ops.STREAM), case
             if plan.kernel == ops.DENSE:
                 assert plan.form == ops.EXACT, case
+                continue
+            if plan.kernel == ops.STREAM:
+                assert (m, plan.rows, device.capability) == (1, 1, 90), case
+                assert 1 <= plan.blocks <= device.multiprocessors, case
                 continue
             assert plan.rows in TILES, case
             assert plan.form in (ops.EXACT, ops.FAST), case
@@ -89,7 +93,8 @@ def test_more_rows_never_go_back(device):
     for (k, n), (codebook, bits), mode in itertools.product(SHAPES, RATES, MODES):
         before = (0, 0)
         for m, plan in plans(device, k, n, codebook, bits, *mode).items():
-            rank = (plan.kernel, plan.rows if plan.kernel == ops.GEMM else 0)
+            order = (ops.STREAM, ops.GEMM, ops.DENSE).index(plan.kernel)
+            rank = (order, plan.rows if plan.kernel == ops.GEMM else 0)
             assert rank >= before, (m, k, n, codebook, bits, mode, before, rank)
             if plan.kernel == ops.GEMM:
                 # A tile may be too large by a factor of two, or the rows are few.
@@ -144,6 +149,18 @@ def test_workspace_grows_with_the_problem(rows, form):
     for m, k, shards in ((1, 128, 1), (100, 5120, 3)):
         assert workspace(m, k, 2048, shards, 132) >= m * k * 2 * shards
     assert workspace(0, 4096, 2048, 1, 132) == 0
+
+
+def test_workspace_of_one_row():
+    """A sum for every block and strip, and the end of every strip; shards change nothing."""
+    for k, n in SHAPES:
+        for blocks in (1, 40, 132):
+            plan = ops.Plan(ops.STREAM, 1, ops.EXACT, blocks)
+            strips, units = n // 128, k // 16 * (n // 128)
+            sums = min(blocks, units) + 2 * strips
+            held = ops.workspace_bytes(1, k, n, 1, plan)
+            assert sums * 512 <= held < sums * 512 + 512
+            assert ops.workspace_bytes(1, k, n, 3, plan) == held
 
 
 def test_workspace_does_not_follow_a_prompt():

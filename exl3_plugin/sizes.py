@@ -18,6 +18,7 @@ Sizes = tuple[int, ...]
 _FOREIGN = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|talker|mtp\w*|draft\w*|eagle\w*)\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
 _ATTENTION = re.compile(r"self_attn\.([qkvo]_proj)$")
+_LATENT = re.compile(r"self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)$")
 _MLP = re.compile(r"mlp\.(gate_proj|up_proj|down_proj)$")
 _SHARED = re.compile(r"mlp\.shared_experts?\.(gate_proj|up_proj|down_proj)$")
 _EXPERT = re.compile(r"\w+\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
@@ -61,6 +62,8 @@ def true_sizes(name: str, config: Mapping[str, Any]) -> tuple[Sizes, Sizes]:
         return (), ()
     if match := _ATTENTION.fullmatch(layer[1]):
         return _attention_sizes(match[1], hidden, text)
+    if match := _LATENT.fullmatch(layer[1]):
+        return _latent_sizes(match[1], hidden, text)
     for pattern, width in (
         (_MLP, _dense_width),
         (_SHARED, _shared_width),
@@ -93,6 +96,23 @@ def _attention_sizes(leaf: str, hidden: Sizes, text: Mapping[str, Any]) -> tuple
     gated = text.get("attn_output_gate")
     factors = (1, 2) if gated is None else (2,) if gated else (1,)
     return hidden, tuple(factor * heads * head_dim for factor in factors)
+
+
+def _latent_sizes(leaf: str, hidden: Sizes, text: Mapping[str, Any]) -> tuple[Sizes, Sizes]:
+    """Multi-head latent attention: down to a rank, and up from it to the heads."""
+    keys = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    numbers = [text.get(key) for key in keys]
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        return (), ()
+    heads, nope, rope, value = numbers
+    query, latent = _sizes(text.get("q_lora_rank")), _sizes(text.get("kv_lora_rank"))
+    if leaf == "q_a_proj":
+        return hidden, query
+    if leaf == "q_b_proj":
+        return query, (heads * (nope + rope),)
+    if leaf == "kv_a_proj_with_mqa":
+        return hidden, tuple(rank + rope for rank in latent)
+    return latent, (heads * (nope + value),)
 
 
 def _dense_width(text: Mapping[str, Any]) -> Sizes:

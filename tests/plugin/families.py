@@ -256,7 +256,10 @@ def decoded_tensors(source: dict[str, torch.Tensor], folder: Path) -> dict[str, 
     for name, module in read_checkpoint(folder).modules.items():
         if module.kind == "exl3":
             parts = [stored[f"{name}.{s}"].numpy() for s in ("trellis", "suh", "svh")]
-            dense = exl3.dense_weight(*parts, module.codebook)[: module.k_true, : module.n_true]
+            dense = exl3.dense_weight(*parts, module.codebook)
+            if f"{name}.weight" in source:
+                n, k = source[f"{name}.weight"].shape
+                dense = dense[:k, :n]
             decoded[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(dense.T)).float()
     result = {}
     for name, tensor in source.items():

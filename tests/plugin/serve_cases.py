@@ -3,12 +3,12 @@
 Starting Python, torch and vLLM takes longer than a small model does, so tests hand over all their
 cases at once. stdin: a JSON list of {model, golden, dtype, ranks, engine, pin, save}; stdout: one
 JSON line a case, what `exl3_plugin.verify` prints, loss and mean difference of each prompt, and
-what the plugin warned of. `engine` holds further arguments of vLLM, `pin` names layers that Llama's
-class then builds without a quantisation, `save` is a file for the log probabilities themselves.
+`warned`, of what the plugin warned while loading. `engine` holds further arguments of vLLM, `pin`
+names layers that Llama's class then builds without a quantisation, `save` is a file for the log
+probabilities themselves.
 """
 
 import json
-import logging
 import sys
 from contextlib import contextmanager
 from unittest import mock
@@ -31,31 +31,26 @@ def pinned(leaves: list[str]):
 
         return build
 
+    if not leaves:
+        yield
+        return
     names = ("RowParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
     layers = {name: without(getattr(llama, name)) for name in names}
-    with mock.patch.multiple(llama, **layers if leaves else {}):
+    with mock.patch.multiple(llama, **layers):
         yield
-
-
-class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def run(case: dict) -> dict:
     golden = verify.read_golden(case["golden"])
     ranks, engine = case.get("ranks", 1), case.get("engine", {})
-    warned, logger = Warnings(), logging.getLogger("vllm.exl3")
-    logger.addHandler(warned)
-    with pinned(case.get("pin", [])):
+    verify.settle_environment(None, ranks)
+    from exl3_plugin import taken  # vLLM, which reads the environment
+
+    with pinned(case.get("pin", [])), mock.patch.object(taken, "logger") as logger:
         scored = verify.score(case["model"], golden, dtype=case["dtype"], ranks=ranks, **engine)
-    logger.removeHandler(warned)
+    said = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
     result = verify.compare(golden, scored)
-    result["warned"] = warned.lines
+    result["warned"] = said
     result["prompt_nll"] = [s.nll for s in scored]
     result["prompt_mean_diff"] = [
         verify.compare([g], [s])["mean_logprob_diff"] for g, s in zip(golden, scored)

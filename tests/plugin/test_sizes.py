@@ -92,3 +92,23 @@ def test_matching_allows_for_whole_blocks():
     assert match_size(576, (576,), 1) == 576
     assert match_size(640, (576,), 1) is None
     assert match_size(640, (), 128) is None
+
+
+@pytest.mark.parametrize(
+    ("leaf", "sizes"),
+    [
+        ("q_a_proj", ((7168,), (1536,))),
+        ("q_b_proj", ((1536,), (24576,))),
+        ("kv_a_proj_with_mqa", ((7168,), (576,))),
+        ("kv_b_proj", ((512,), (32768,))),
+        ("o_proj", ((), ())),
+    ],
+)
+def test_latent_attention(leaf, sizes):
+    """DeepSeek-V3's config and the shapes of its published weights."""
+    config = {
+        "hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    assert true_sizes(f"model.layers.3.self_attn.{leaf}", config) == sizes
+    assert true_sizes(f"model.layers.3.self_attn.{leaf}", config | {"v_head_dim": None})[1] == ()

@@ -129,6 +129,17 @@ def test_sources_that_are_refused(tmp_path, hub, changes: dict, message: str) ->
         store.ensure(request(tmp_path, source=source))
 
 
+def test_refusals_come_in_check_mode_too(tmp_path, hub) -> None:
+    unpinned = {"kind": "hub", "repo": hub_server.REPO, "revision": "0" * 40}
+    with pytest.raises(HostError, match="is not locked"):
+        store.ensure(request(tmp_path, source=unpinned), is_check=True)
+    with pytest.raises(HostError, match="needs a Hub token and no file is named"):
+        store.ensure(request(tmp_path, needs_token=True), is_check=True)
+    changed, steps = store.ensure(request(tmp_path), is_check=True)
+    assert changed and steps == [f"would download into {tmp_path}/store/models/little-0123"]
+    assert hub.asked == [] and not (tmp_path / "store").exists()
+
+
 def test_offline_asks_nobody(tmp_path, hub) -> None:
     with pytest.raises(HostError, match=r"exl3_offline is set and someone/little is not in the"):
         store.ensure(request(tmp_path, offline=True))

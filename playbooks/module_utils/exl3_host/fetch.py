@@ -52,7 +52,7 @@ class Request:
     """One model of a plan: where it comes from, what is made of it, and where it goes.
 
     lock: the recipe's lock (`lock.read_lock`), or None. licenses: gated repositories whose licence
-    has been accepted.
+    has been accepted. needs_token: the recipe's secrets.hf_token.
     """
 
     source: dict
@@ -65,6 +65,7 @@ class Request:
     offline: bool = False
     lock: dict | None = None
     licenses: tuple[str, ...] = ()
+    needs_token: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -177,10 +178,8 @@ class Maker:
         """A Hub repository at its pinned commit; a download that stands still is taken up again."""
         request, source = self.request, self.request.source
         what = f"{source['repo']} at {source['revision'][:12]}"
-        self.check_source()
+        refuse_early(request)
         folder.mkdir(parents=True, exist_ok=True)
-        if request.lock is not None:
-            _check_room(request, folder, total_bytes(request.lock))
         files = sorted(request.lock["files"]) if request.lock is not None else None
         wanted = {"repo": source["repo"], "revision": source["revision"]}
         wanted |= {"folder": str(folder), "files": files}
@@ -216,26 +215,6 @@ class Maker:
                 "Lock the recipe again: exl3ctl recipe lock NAME",
             )
         raise self.fail(f"downloading {what}", what, output)
-
-    def check_source(self) -> None:
-        """What can be refused before the network is touched."""
-        request, source = self.request, self.request.source
-        if source["revision"] == UNPINNED:
-            raise HostError(
-                f"The recipe of {source['repo']} is not locked: no commit is pinned.",
-                "Run exl3ctl recipe lock NAME first.",
-            )
-        if request.offline:
-            raise HostError(
-                f"exl3_offline is set and {source['repo']} is not in the store {request.store}.",
-                "Bring it with a bundle: exl3ctl bundle unpack (docs/models.md).",
-            )
-        if source.get("gated") and source["repo"] not in request.licenses:
-            raise HostError(
-                f"{source['repo']} is gated: its licence has to be accepted.",
-                f"Read it on its page, then set exl3_model_licenses: [{source['repo']}].",
-            )
-        check_token_file(request.hf_token_file)
 
     def quantize(self, source: Path, target: Path) -> None:
         """EXL3 from an unquantised model; the quantiser goes on where it was interrupted."""
@@ -288,6 +267,36 @@ class Maker:
             shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink()
 
 
+def refuse_early(request: Request) -> None:
+    """What can be refused before the network is touched or anything written. Raises HostError."""
+    source = request.source
+    if source["kind"] != "hub":
+        return
+    if source["revision"] == UNPINNED:
+        raise HostError(
+            f"The recipe of {source['repo']} is not locked: no commit is pinned.",
+            "Run exl3ctl recipe lock NAME first.",
+        )
+    if request.offline:
+        raise HostError(
+            f"exl3_offline is set and {source['repo']} is not in the store {request.store}.",
+            "Bring it with a bundle: exl3ctl bundle unpack (docs/models.md).",
+        )
+    if source.get("gated") and source["repo"] not in request.licenses:
+        raise HostError(
+            f"{source['repo']} is gated: its licence has to be accepted.",
+            f"Read it on its page, then set exl3_model_licenses: [{source['repo']}].",
+        )
+    if request.needs_token and request.hf_token_file is None:
+        raise HostError(
+            f"The recipe of {source['repo']} needs a Hub token and no file is named.",
+            "Put the token into a file of mode 0600 and set exl3_model_hf_token_file.",
+        )
+    check_token_file(request.hf_token_file)
+    if request.lock is not None:
+        _check_room(request, total_bytes(request.lock))
+
+
 def disk_full(store: Path) -> HostError:
     """The error for a full disk."""
     free = shutil.disk_usage(store).free / 1e9
@@ -317,9 +326,12 @@ def check_token_file(path: str | None) -> None:
         raise HostError(f"The token file {path} is empty.", "Put the token into it.")
 
 
-def _check_room(request: Request, folder: Path, needed: int) -> None:
-    missing = needed - _bytes_below(folder) + DISK_SPARE_BYTES
-    free = shutil.disk_usage(folder).free
+def _check_room(request: Request, needed: int) -> None:
+    missing = needed - _bytes_below(request.partial) + DISK_SPARE_BYTES
+    place = request.store
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
     if free < missing:
         raise HostError(
             f"{request.source['repo']} takes {needed / 1e9:.2f} GB and the store {request.store} "

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import HostError
-from .fetch import Maker, Request
+from .fetch import Maker, Request, refuse_early
 from .lock import lock_beside, sha256_of
 from .manifest import MANIFEST, check_folder, read_manifest, write_manifest
 from .spec import read_json
@@ -54,6 +54,7 @@ def request_from_plan(plan: dict, store: Path, **options) -> Request:
         store=Path(store),
         python=Path(plan["venv"]["dir"]) / "bin" / "python",
         lock=lock,
+        needs_token=bool((plan.get("secrets") or {}).get("hf_token")),
         **options,
     )
 
@@ -88,6 +89,7 @@ def ensure(
     """
     if present(request, verify):
         return False, ["every file verified"] if verify and request.is_ours else []
+    refuse_early(request)
     if is_check:
         what = "quantise" if request.quantize else "download"
         return True, [f"would {what} into {request.folder}"]

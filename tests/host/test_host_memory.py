@@ -221,6 +221,37 @@ def test_a_start_is_kept_under_its_key(tmp_path: Path) -> None:
     assert learned.exact(tmp_path, key) is None
 
 
+def test_a_plan_finds_what_its_own_start_taught(checkout: Path, tmp_path: Path) -> None:
+    """The key of a finished plan is the key that fit asks for before there is a plan."""
+    from exl3_host import fit_recipe, plan, sources
+    from exl3_host.instance import Instance
+    from exl3_host.recipe import load_recipe
+    from gpu_host import look
+    from known_hosts import known_host
+
+    loaded = load_recipe(checkout / "recipes/glm-5.3-flash-exl3-4bpw.yaml")
+    facts = {**look(tmp_path / "host", known_host("f01")), "arch": "x86_64"}
+    made = plan.make_plan(loaded, facts, Instance("glm", str(tmp_path), "/opt/venv"))
+    profile = loaded.recipe.profiles[made["profile"]]
+    folder = Path(sources.model_dir(loaded, str(tmp_path)))
+    key = fit_recipe.key_of_profile(loaded, made["profile"], profile, folder)
+    assert learned.key_of(made) == key
+    learned.learn(tmp_path, made, boot_text("1,800,000", ["36.0"], ["44.7"]))
+    verdict = fit_recipe.verdict(
+        loaded, profile, facts, None, model_dir=folder, store=tmp_path, key=key
+    )
+    assert verdict["kv_tokens"] == [1_800_000, 1_800_000]
+    assert any("44.70 GiB per rank (as loaded on" in line for line in verdict["lines"])
+    # Twice the context: the same weights, and about the same bytes per token.
+    longer = fit_recipe.key_of_profile(loaded, made["profile"], profile, folder, 262144)
+    other = fit_recipe.verdict(
+        loaded, profile, facts, None, model_dir=folder, store=tmp_path, key=longer,
+        max_model_len=262144,
+    )  # fmt: skip
+    least, most = other["kv_tokens"]
+    assert least < 1_800_000 < most < 1.5 * least
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

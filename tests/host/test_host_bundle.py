@@ -195,6 +195,19 @@ def test_the_commands(made: Path, checkout: Path, tmp_path: Path, model: Path) -
     assert not (home / "models/tiny-0123").exists()
 
 
+def test_unpacking_needs_no_network(made: Path, checkout: Path, tmp_path: Path) -> None:
+    """In a network namespace without any route, not even to this machine."""
+    namespace = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*namespace, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no network namespaces on this machine")
+    home = tmp_path / "new"
+    for words in (["bundle", "unpack", made], ["store", "verify"]):
+        command = [sys.executable, "-m", "exl3_host.cli", *map(str, words), "--store", str(home)]
+        done = subprocess.run([*namespace, *command], capture_output=True, text=True, cwd=checkout)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "tiny-0123: every file verified\n"
+
+
 def test_the_playbook(made: Path, checkout: Path, tmp_path: Path, model: Path) -> None:
     home = tmp_path / "new"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from load_cases import load_all
 from safetensors.torch import load_file, save_file
 
 from exl3_plugin.checkpoint import CheckpointError, read_checkpoint
@@ -138,3 +139,36 @@ def test_experts_need_not_divide_where_ranks_hold_them_whole(reference_data):
     with pytest.raises(ShardingError, match=r"experts\.0\.\w+: 128 .* among 3 ranks"):
         check_tensor_parallel(checkpoint, 3)
     check_tensor_parallel(checkpoint, 3, whole_experts=True)
+
+
+@pytest.fixture(scope="module")
+def loaded(reference_data, tmp_path_factory) -> dict[str, dict]:
+    """What vLLM's own loader makes of some checkpoints."""
+    whole = reference_data / "tiny" / TINY
+    model = awkward_moe()
+    folders = {"whole": whole, "awkward": model.save(tmp_path_factory.mktemp("awkward") / "model")}
+    model.stored["model.layers.0.mlp.experts.7.gate_proj.scale"] = model.stored["model.norm.weight"]
+    folders["stray"] = model.save(tmp_path_factory.mktemp("stray") / "model")
+    return dict(zip(folders, load_all([{"model": folder} for folder in folders.values()])))
+
+
+@pytest.mark.parametrize("name", ["whole", "awkward"])
+def test_weights_take_what_they_take_on_disk(loaded, reference_data, name):
+    """No padded copy of an expert, no marker, no legacy sign stays."""
+    found = loaded[name]
+    assert found["error"] is None, found["error"]
+    held = {n: size for n, (_, size) in found["parameters"].items() if ".experts." in n}
+    assert {n.rpartition(".")[2] for n in held} == {
+        f"{side}_{suffix}" for side in ("w13", "w2") for suffix in ("trellis", "suh", "svh")
+    }
+    if name == "whole":
+        folder = reference_data / "tiny" / TINY
+        stored = load_file(folder / "model.safetensors")
+        words = sum(t.numel() for n, t in stored.items() if ".experts." in n and "trellis" in n)
+        assert sum(size for n, size in held.items() if "trellis" in n) == words
+        on_disk = (folder / "model.safetensors").stat().st_size
+        assert 0.95 * on_disk < found["bytes"] < 1.02 * on_disk
+
+
+def test_a_stray_tensor_of_an_expert_stops_the_start(loaded):
+    assert "experts.7" in str(loaded["stray"]["error"]), loaded["stray"]["error"]

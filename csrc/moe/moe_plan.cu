@@ -17,7 +17,6 @@ constexpr int kThreads = 1024, kWarps = kThreads / 32;
 
 struct Shared {
   int before[kWarps][kMaxExperts];  // rows of an expert that earlier warps have
-  int counts[kMaxExperts];
   int tile_begin[kMaxExperts];
   int warp_totals[kWarps];
 };
@@ -53,11 +52,15 @@ __global__ void __launch_bounds__(kThreads)
   const MoeRouting& to = p.routing;
 
   for (int i = thread; i < p.flag_count; i += kThreads) p.flags[i] = 0;
-  for (int i = lane; i < p.experts; i += 32) s.before[warp][i] = 0;
-  __syncwarp();
   // Whole groups of 32 pairs a warp, so that all lanes take part in the matching.
   const int groups = (p.pairs + 31) / 32;
-  const int first = groups * warp / kWarps, last = groups * (warp + 1) / kWarps;
+  const int sharing = min(groups, kWarps);  // warps that get some: one for a single token
+  const int first = warp < sharing ? groups * warp / sharing : 0;
+  const int last = warp < sharing ? groups * (warp + 1) / sharing : 0;
+  if (warp < sharing) {
+    for (int i = lane; i < p.experts; i += 32) s.before[warp][i] = 0;
+    __syncwarp();
+  }
   const auto expert_of = [&](int pair) {
     return pair < p.pairs
                ? local_expert(p.ids, p.wide_ids, p.map, pair, p.global_experts, p.experts)
@@ -74,12 +77,11 @@ __global__ void __launch_bounds__(kThreads)
 
   int count = 0;
   if (thread < p.experts) {
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < sharing; ++w) {
       const int here = s.before[w][thread];
       s.before[w][thread] = count;
       count += here;
     }
-    s.counts[thread] = count;
     to.counts[thread] = count;
   }
   const int tiles = (count + p.rows - 1) / p.rows;

@@ -4,9 +4,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
+import small_image
 from exl3_host import containers, procs, service, spec, status
 from exl3_host.errors import HostError
 
@@ -189,6 +191,22 @@ def test_only_the_wanted_number_of_releases_stays(store, make_plan, options, cli
     service.ensure(make_plan("--answer", "Paris", image="b"), store, few)
     assert len(list((store / "jit").iterdir())) == 1, "the other image is in no release any more"
     assert len(list(spec.Paths(store, "small").releases.iterdir())) == 2
+
+
+def test_an_instance_moves_to_a_venv_and_back(store, make_plan, client, docker_host):
+    few = service.Options(manager="supervisor", docker_host=docker_host, keep_releases=1)
+    boxed = make_plan()
+    argv = [sys.executable, str(small_image.SMALL_SERVER), *boxed["serve"]["argv"][1:]]
+    native = {**boxed, "container": None, "serve": {**boxed["serve"], "argv": argv}}
+    service.ensure(boxed, store, few)
+    assert service.ensure(native, store, few).message == "replaced"
+    assert names(client, "running") == [] and look(store).state == "serving"
+    service.rollback(spec.Paths(store, "small"), options=few)
+    assert len(names(client, "running")) == 1
+    service.ensure(native, store, few)
+    again = {**native, "serve": {**native["serve"], "argv": [*argv, "--answer", "Paris!"]}}
+    service.ensure(again, store, few)
+    assert names(client) == [], "no release needs the container any more"
 
 
 @pytest.mark.parametrize(

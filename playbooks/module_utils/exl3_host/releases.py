@@ -49,8 +49,10 @@ def prune(paths: Paths, spec: dict, keep: int) -> list[str]:
         _file(paths, one).unlink(missing_ok=True)
     kept = {one["spec"]["container"]["name"] for one in everything(paths) if _is_container(one)}
     removed = []
-    if spec.get("container"):
-        engine = engine_of(spec)
+    # An instance that was moved to a venv may still have containers to lose.
+    boxed = next((one for one in [spec, *(k["spec"] for k in known)] if one.get("container")), None)
+    if boxed is not None:
+        engine = engine_of(boxed)
         for one in containers.of_instance(engine, paths.instance):
             name = one["Names"][0].lstrip("/")
             if name not in kept and one["State"] != "running":

@@ -3,7 +3,10 @@
 The config is the family's own, with small numbers in it; weights are random. The truth is
 transformers' own class of that family in float32, on the weights that the numpy oracle
 (`exl3_plugin.format`) decodes from the stored words: no code of the plugin, the operators or vLLM
-has a part in it. Run as a program it builds checkpoints: `families.py FOLDER [FAMILY ...]`.
+has a part in it. Where vLLM's arithmetic is another one than transformers' (latent attention on the
+CPU, plain or not), it is vLLM's unquantised model of those decoded weights.
+
+Run as a program it builds checkpoints: `families.py FOLDER [FAMILY ...]`.
 """
 
 from __future__ import annotations
@@ -122,6 +125,7 @@ class Family:
     wrapper: the decoder is the language model of a multimodal one.
     mtp: there is a draft.
     also: linears that the quantiser leaves plain and that are EXL3 here, as others store them.
+    apart: vLLM's own unquantised model is far from transformers', so that it is the truth instead.
     tied: vLLM's class has no head and takes the embedding for it, whatever is stored.
     dtype: the one that says most of those that vLLM's CPU kernels compute this family in.
     """
@@ -130,6 +134,7 @@ class Family:
     wrapper: bool = False
     mtp: bool = False
     also: str = r"^$"
+    apart: bool = False
     tied: bool = False
     dtype: str = "float32"
 
@@ -158,7 +163,7 @@ FAMILIES = {
     "qwen3.5-mtp": Family(
         _qwen3_5_wrapper, wrapper=True, mtp=True, also=r"^mtp\.", dtype="bfloat16"
     ),
-    "deepseek": Family(_deepseek, also=r"kv_b_proj"),
+    "deepseek": Family(_deepseek, also=r"kv_b_proj", apart=True),
 }
 
 
@@ -256,10 +261,10 @@ def decoded_tensors(source: dict[str, torch.Tensor], folder: Path) -> dict[str, 
     for name, module in read_checkpoint(folder).modules.items():
         if module.kind == "exl3":
             parts = [stored[f"{name}.{s}"].numpy() for s in ("trellis", "suh", "svh")]
-            dense = exl3.dense_weight(*parts, module.codebook)
+            n, k = (module.n_true, module.k_true)
             if f"{name}.weight" in source:
                 n, k = source[f"{name}.weight"].shape
-                dense = dense[:k, :n]
+            dense = exl3.dense_weight(*parts, module.codebook)[:k, :n]
             decoded[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(dense.T)).float()
     result = {}
     for name, tensor in source.items():

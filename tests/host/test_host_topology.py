@@ -78,6 +78,8 @@ def test_damaged_tables_give_unknown_and_say_so() -> None:
     assert table["rows"]["GPU3"]["links"] == {}
     assert table["warnings"] == ["row GPU3 has not 8 links"]
     assert topo_matrix.link_between(table, 3, 0) == "NV18", "the other row still tells"
+    long = topo_matrix.parse(whole.replace("GPU2    NV18", "GPU2    NV18    NV18"))
+    assert long["warnings"] == ["row GPU2 has not 8 links"]
     glued = whole.replace("0               N/A", "0N/A")
     assert topo_matrix.parse(glued)["rows"]["GPU0"]["nodes"] == [0]
     half_lost = "[4mGPU0\tGPU1\tCPU Affinity\tNUMA Affinity[0m\r\nGPU0\t X \tPHB\t0-3\t0\r\n"

@@ -163,8 +163,8 @@ def _from_bridges(facts: dict, device: dict, known: dict[int, dict]) -> list[dic
     if near is not None:
         cpus = set(cpu_lists.parse_list(near)) & online
         for number, node in known.items():
-            # A root bus that nobody described lists every CPU and says nothing.
-            if cpus < online and cpus == set(cpu_lists.parse_list(node["cpus"])) & online:
+            # A root bus that nobody described lists every CPU, which is no node's list.
+            if cpus == set(cpu_lists.parse_list(node["cpus"])) & online:
                 return [_said("bridge", [number], f"CPUs {near} of {device['root']}")]
     return []
 

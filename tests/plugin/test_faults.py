@@ -198,7 +198,10 @@ def test_a_bad_request_is_refused_and_harms_nobody(server):
 
 @pytest.mark.slow
 def test_a_killed_engine_is_an_unhealthy_server_that_ends(server):
-    """Last of this file: the server does not survive it. A supervisor starts another one."""
+    """Last of this file: the server does not survive it. A supervisor starts another one.
+
+    vLLM ends with exit code 0 then, so a supervisor must not look at the code.
+    """
     with ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(server.ask, PROMPT, 100)
         os.kill(server.engine(), signal.SIGKILL)
@@ -212,7 +215,6 @@ def test_a_killed_engine_is_an_unhealthy_server_that_ends(server):
         except (OSError, http.client.HTTPException, ValueError):
             status = None  # the connection was closed
     print(f"ended after {time.monotonic() - killed:.1f} s with {server.process.returncode}; {seen}")
-    assert server.process.returncode != 0
     assert status is None or status >= 500 or status == 200
     assert seen <= {200, 503, None}
     assert server.get("/health")[0] is None

@@ -49,6 +49,15 @@ def test_topology_is_kept_and_does_not_change_by_itself(tmp_path: Path) -> None:
     assert (code, changed) == (0, 0), text
 
 
+def test_a_map_of_the_inventory_that_names_no_card_here(tmp_path: Path) -> None:
+    instance = {"name": "chat", "recipe": "smollm2-135m-exl3-6bpw", "gpu_nodes": {"GPU-9": 0}}
+    code, text, changed = play(
+        "topology", tmp_path, "-e", json.dumps({"exl3_instances": [instance]})
+    )
+    assert code == 2 and changed == 0
+    assert "gpu_nodes names the GPU GPU-9, which this host does not have" in text
+
+
 def test_preflight_blocks_on_an_old_driver(tmp_path: Path) -> None:
     none = ("-e", '{"exl3_instances": []}')
     code, text, changed = play("preflight", tmp_path, *none)

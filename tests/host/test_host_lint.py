@@ -187,7 +187,7 @@ def test_a_model_that_does_not_fit(found) -> None:
 
 
 def test_several_mistakes_are_told_at_once(tmp_path: Path, checkout: Path) -> None:
-    text = RECIPE.replace("max-num-seqs: 8", "max-num-seqz: 8, dtype: bf16").replace(
+    text = RECIPE.replace("max-num-seqs: 8", "max-num-seqz: 8, block-size: big").replace(
         "parallel: {tp: 2}", "parallel: {tp: 4}"
     )
     (tmp_path / "good.yaml").write_text(text)
@@ -205,6 +205,25 @@ def test_several_mistakes_are_told_at_once(tmp_path: Path, checkout: Path) -> No
         "14:5",
     ]
     assert lines[-1] == "3 errors. Nothing was changed."
+
+
+def test_mistakes_of_the_schema_hide_no_others(tmp_path: Path, context: lint.Context) -> None:
+    text = RECIPE.replace("max-num-seqs: 8", "max-num-seqz: 8, port: 1, dtype: off")
+    path = tmp_path / "good.yaml"
+    path.write_text(text.replace("ready_timeout_s: 600", "ready_timeout: 600"))
+    loaded, problems, _ = lint.lint_file(path, context)
+    assert loaded is None
+    told = {(p.line, p.column): p.message for p in problems}
+    assert told == {
+        (10, 10): "vLLM 0.33.0 has no argument 'max-num-seqz'.",
+        (10, 27): "'port' may not be set here.",
+        (10, 43): "YAML readers disagree about 'off': a word or False.",
+        (17, 10): "unknown key 'ready_timeout'.",
+    }
+    path.write_text("- not a map\n")
+    assert [p.message for p in lint.lint_file(path, context)[1]] == ["A map is expected."]
+    path.write_text("serve: {args: 1}\nprofiles: []\n")
+    assert lint.lint_file(path, context)[0] is None
 
 
 def test_an_image_has_the_last_word(tmp_path: Path, checkout: Path) -> None:

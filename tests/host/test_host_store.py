@@ -288,6 +288,31 @@ def test_the_lock_beside_a_recipe_is_used(tmp_path, repository) -> None:
         store.request_from_plan(plan, tmp_path / "store")
 
 
+def test_a_local_folder_is_held_against_its_lock(tmp_path, repository) -> None:
+    recipe = tmp_path / "good.yaml"
+    recipe.write_text("name: good\n")
+    (tmp_path / "good.files.json").write_text(lock.as_text(lock_make.lock_folder(repository)))
+    plan = {
+        "recipe": {"path": str(recipe)},
+        "model": {
+            "source": {"kind": "path", "path": str(repository)},
+            "quantize": None,
+            "dir": str(repository),
+        },
+        "venv": {"dir": "/venv"},
+    }
+    wanted = store.request_from_plan(plan, tmp_path / "store")
+    assert store.ensure(wanted, verify=True) == (False, [])
+    path = repository / "extra.bin"
+    path.write_bytes(os.urandom(BIG_BYTES))
+    assert store.ensure(wanted) == (False, []), "the quick look compares sizes only"
+    with pytest.raises(HostError, match=r"not what the recipe is locked to: extra.bin has SHA"):
+        store.ensure(wanted, verify=True)
+    path.unlink()
+    with pytest.raises(HostError, match=r"extra.bin is missing"):
+        store.ensure(wanted)
+
+
 def test_garbage_is_what_no_plan_names(tmp_path) -> None:
     home = tmp_path / "store"
     for name in ("used-1", "old-1", ".partial-old-2"):

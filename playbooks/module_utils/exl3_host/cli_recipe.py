@@ -62,13 +62,11 @@ def recipe_lint(
         problems, notes = [], []
         for file in files:
             try:
-                loaded = load(file)
-                found, said = lint.lint(loaded, context)
+                path = find_recipe(file, recipe_folders())
+                loaded, found, said = lint.lint_file(path, context)
                 problems += found
                 notes += said
                 good += [] if found else [loaded]
-            except RecipeError as error:
-                problems += error.problems
             except HostError as error:
                 problems.append(Problem(file, 0, 0, "", error.message, error.fix))
         result = {

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import fit_recipe, vllm_args
-from .errors import HostError, Problem, nearest
+from .errors import HostError, Problem, RecipeError, nearest
 from .hardware import Hardware, load_hardware
 from .lock import UNPINNED, UNPINNED_DIGEST, lock_beside
-from .recipe import LoadedRecipe
-from .schema import CpuProfile, GpuProfile
+from .recipe import LoadedRecipe, load_recipe
+from .schema import CpuProfile, GpuProfile, profile_tag
 from .yamltext import Document, dotted, read_document
 
 Found = tuple[tuple, str, str]
@@ -43,6 +43,49 @@ class Context:
         if self.args_folder is None or not self.args_folder.is_dir():
             return None
         return vllm_args.choose(self.args_folder, wanted, device)
+
+
+def lint_file(path: Path, context: Context) -> tuple[LoadedRecipe | None, list[Problem], list[str]]:
+    """(recipe or None, problems, notes) of a file; mistakes of all kinds are told together.
+
+    Raises HostError where there is no such file, or a file of the context is broken.
+    """
+    try:
+        loaded = load_recipe(path)
+    except RecipeError as error:
+        places = {(p.line, p.column) for p in error.problems}
+        more = [p for p in _raw_arguments(path, context) if (p.line, p.column) not in places]
+        return None, [*error.problems, *more], []
+    return loaded, *lint(loaded, context)
+
+
+def _raw_arguments(path: Path, context: Context) -> Iterator[Problem]:
+    """Arguments of a file that breaks the schema elsewhere, as far as they can be found."""
+    try:
+        document = read_document(path.read_text(encoding="utf-8"), str(path))
+    except (RecipeError, UnicodeDecodeError):
+        return
+    profiles = _inner(document.data, "profiles")
+    wanted = _inner(document.data, "image", "needs").get("vllm")
+    wanted = wanted if isinstance(wanted, str) else None
+    tags = {name: profile_tag(value) for name, value in profiles.items()}
+    first = next(iter(tags.values()), "cpu-profile")
+    places = [(("serve", "args"), first)]
+    places += [(("profiles", name, "args"), tag) for name, tag in tags.items()]
+    for where, tag in places:
+        listed = context.arguments(wanted, "cpu" if tag == "cpu-profile" else "cuda")
+        for name, value in _inner(document.data, *where).items() if listed else ():
+            found = vllm_args.problem_with(str(name), value, listed)
+            if found and (*where, name) not in document.traps:
+                line, column = document.place((*where, name), prefer_key=True)
+                yield Problem(document.file, line, column, dotted((*where, name)), *found)
+
+
+def _inner(data: object, *path: str) -> dict:
+    """A map inside a document, empty where something else stands there."""
+    for part in path:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}
 
 
 def lint(loaded: LoadedRecipe, context: Context) -> tuple[list[Problem], list[str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .errors import HostError
 from .fetch import Maker, Request, refuse_early
-from .lock import lock_beside, sha256_of
+from .lock import compare, lock_beside, sha256_of
 from .manifest import MANIFEST, check_folder, read_manifest, write_manifest
 from .spec import read_json
 
@@ -38,8 +38,10 @@ def request_from_plan(plan: dict, store: Path, **options) -> Request:
     """The request that a plan's `model` describes, with the lock beside its recipe."""
     model = plan["model"]
     recipe = (plan.get("recipe") or {}).get("path")
-    lock = lock_beside(Path(recipe)) if recipe and model["source"]["kind"] == "hub" else None
-    if lock is not None:
+    is_hub = model["source"]["kind"] == "hub"
+    is_folder = model["source"]["kind"] == "path" and model["quantize"] is None
+    lock = lock_beside(Path(recipe)) if recipe and (is_hub or is_folder) else None
+    if lock is not None and is_hub:
         pinned = (lock["source"].get("repo"), lock["source"].get("revision"))
         if pinned != (model["source"]["repo"], model["source"]["revision"]):
             raise HostError(
@@ -66,6 +68,12 @@ def present(request: Request, verify: bool = False) -> bool:
         if not (folder / "config.json").is_file():
             found = "has no config.json" if folder.is_dir() else "is not there"
             raise HostError(f"model folder {folder} {found}.", "Correct model.path in the recipe.")
+        wrong = compare(folder, request.lock, verify) if request.lock is not None else []
+        if wrong:
+            raise HostError(
+                f"model folder {folder} is not what the recipe is locked to: {'; '.join(wrong)}.",
+                "Restore it, or lock the recipe again: exl3ctl recipe lock NAME",
+            )
         return True
     if not request.folder.exists():
         return False

@@ -31,10 +31,10 @@ def test_a_native_server_is_bound_by_numactl(epyc: dict) -> None:
         "--physcpubind=2-63,130-191",
         "--membind=0",
     )
-    over_both = gpupin.decide_gpus(epyc, 8, runtime="native")
-    assert (over_both.mode, over_both.numactl) == ("per_rank", ())
-    # vLLM binds its workers to whole nodes itself, so nothing can be reserved without a cpuset.
-    assert over_both.cpus == "0-238,240-255"
+    over_both = gpupin.decide_gpus(epyc, 8, runtime="native", smt="drop", reserve=4)
+    # vLLM binds its workers to whole nodes itself, so nothing can be kept back without a cpuset.
+    assert (over_both.mode, over_both.cpus) == ("per_rank", "0-238,240-255")
+    assert over_both.numactl == ("/usr/bin/numactl", "--physcpubind=0-238,240-255")
 
 
 def test_without_numactl_a_native_server_is_not_pinned(tmp_path: Path) -> None:

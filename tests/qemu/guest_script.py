@@ -105,6 +105,7 @@ def main() -> None:
         "unknown": pin_of(tp=1, wanted=[UUIDS[2]]),
         "told": pin_of(tp=1, wanted=[UUIDS[2]], manual={UUIDS[2]: 1}),
         "native": pin_of(tp=1, wanted=[UUIDS[1]], runtime="native"),
+        "native_both": pin_of(tp=2, wanted=UUIDS[:2], runtime="native"),
     }
     out["pins"] = pins
     node0, node1, both = pins["node0"], pins["node1"], pins["both"]
@@ -137,6 +138,8 @@ def main() -> None:
     proofs["ranks_wrong"] = proved(both, "both", ["--ranks", "1,1"])
     native = pins["native"]
     proofs["native"] = proved(native, None, [], native["numactl"])
+    wide = pins["native_both"]
+    proofs["native_ranks"] = proved(wide, None, ["--ranks", "0,1"], wide["numactl"])
     proofs["native_unbound"] = proved(native, None, [])
     proofs["native_stray"] = proved(native, None, ["--stray"], native["numactl"])
     proofs["gone"] = short(proof.prove(node1, 99999))

@@ -99,6 +99,7 @@ def test_pins(guest: dict) -> None:
         "unknown": ("none", "0-2,4-15", "0-2"),
         "told": ("container", "8-15", "1"),
         "native": ("container", "8-15", "1"),
+        "native_both": ("per_rank", "0-2,4-15", "0-1"),
     }
     assert pins["both"]["args"]["numa-bind-nodes"] == [0, 1]
     assert pins["native"]["numactl"][1:] == ["--physcpubind=8-15", "--membind=1"]
@@ -114,7 +115,7 @@ def test_the_kernel_takes_the_pins_as_cpusets(guest: dict) -> None:
     assert guest["refused"] == {"cpu": "Numerical result out of range", "node": "Invalid argument"}
 
 
-@pytest.mark.parametrize("name", ["node0", "node1", "ranks", "native"])
+@pytest.mark.parametrize("name", ["node0", "node1", "ranks", "native", "native_ranks"])
 def test_a_pin_that_holds_is_proved(guest: dict, name: str) -> None:
     proof = guest["proofs"][name]
     assert proof["ok"] and set(status(proof).values()) == {"ok"}, proof

@@ -154,8 +154,11 @@ def _pin(facts: dict, chosen: dict, mine: list[dict], wish: _Wish) -> GpuPin:
             "process no CPUs and memory (cgroup, affinity, or a node without memory)"
         )
         return _refuse_or(free(why), wish, why, "Run the tool on the host, or widen the cpuset.")
-    reserve = 0 if per_rank and wish.runtime == "native" else wish.reserve
-    cpus, why_cpus = _cpuset(facts, permitted, on, wish.smt, reserve)
+    smt, reserve = wish.smt, wish.reserve
+    if per_rank and wish.runtime == "native":
+        # vLLM binds its workers to whole nodes; only a cpuset could keep CPUs back.
+        smt, reserve = "keep", 0
+    cpus, why_cpus = _cpuset(facts, permitted, on, smt, reserve)
     need = CPUS_PER_RANK * len(mine) + CPUS_PER_SERVER
     if len(cpus) < need:
         why = (
@@ -225,9 +228,10 @@ def _build(
             return _refuse_or(
                 _none(facts, chosen, mine)(why), wish, why, "Install the package numactl."
             )
-        if not per_rank:
-            numactl = (str(tool), f"--physcpubind={cpu_text}")
-            numactl += () if mems is None else (f"--membind={mems}",)
+        numactl = (str(tool), f"--physcpubind={cpu_text}")
+        # With per_rank this binds the API server; each worker's memory is bound by vLLM.
+        if mems is not None and not per_rank:
+            numactl += (f"--membind={mems}",)
     return GpuPin(
         mode=mode,
         cpus=cpu_text,

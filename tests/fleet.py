@@ -38,7 +38,7 @@ class Fleet:
             own = site.real(host)
             own.chmod(0o755)
             shutil.copytree(model, own / "model")
-            (own / "recipe.yaml").write_text(recipe.replace("{model}", str(site.own / "model")))
+            (own / "tiny.yaml").write_text(recipe.replace("{model}", str(site.own / "model")))
             self._make_venv(own / "venv", vllm)
         shared = {
             "exl3_checkout_dir": str(self.copy),
@@ -46,7 +46,7 @@ class Fleet:
             "exl3_store_dir": str(self.store),
             "exl3_service_manager": "supervisor",
             "exl3_instances": [
-                {"name": "tiny", "recipe": str(site.own / "recipe.yaml"), "port": port}
+                {"name": "tiny", "recipe": str(site.own / "tiny.yaml"), "port": port}
             ],
             **variables,
         }

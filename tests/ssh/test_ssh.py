@@ -55,7 +55,7 @@ def recap(text: str) -> dict[str, dict[str, int]]:
 
 
 def change_recipe(fleet, host, old: str, new: str) -> None:
-    path = fleet.site.real(host) / "recipe.yaml"
+    path = fleet.site.real(host) / "tiny.yaml"
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
@@ -137,7 +137,6 @@ def test_a_host_that_drops_off(fleet):
     done = fleet.play("deploy")
     assert fleet.both() == ["200", "200"]
     assert recap(done.stdout)["host-a"]["changed"] == 0
-    assert recap(fleet.play("deploy").stdout)["host-b"]["changed"] == 0
 
 
 @pytest.mark.slow

@@ -68,10 +68,12 @@ def _gpus(answer: dict, out: Console) -> None:
         else:
             node = "unknown"
         source = f"{gpu['source']} ({gpu['confidence']})"
-        why = gpu["why"] + (f"\n  {gpu['fix']}" if gpu["fix"] else "")
         row = (str(gpu["index"]), gpu["bus_id"] or "?", gpu["name"] or "?", node, source)
-        table.add_row(*row, Text(why))
+        table.add_row(*row, Text(gpu["why"]))
     out.print(table)
+    # The same advice for each GPU: once is enough.
+    for fix in [gpu["fix"] for gpu in answer["gpus"] if gpu["fix"]][:1]:
+        out.print(Text(fix), highlight=False)
 
 
 def _matrix(table: dict | None, out: Console) -> None:

@@ -147,7 +147,7 @@ def _sources(facts: dict, gpu: dict, known: dict[int, dict]) -> list[dict]:
         if nodes is not None:
             inside = [n for n in nodes if n in known]
             dropped = "" if len(inside) == len(nodes) else ", nodes without CPUs left out"
-            found.append(_said(source, inside, f"said {cpu_lists.format_list(nodes)}{dropped}"))
+            found.append(_said(source, inside, f"names {cpu_lists.format_list(nodes)}{dropped}"))
     if device is not None:
         found += _from_bridges(facts, device, known)
         found += _hints(facts, device, known)

@@ -64,8 +64,9 @@ def lines(picture: dict) -> list[str]:
         node = "unknown" if gpu["node"] is None else gpu["node"]
         who = f"{gpu['source']}, {gpu['confidence']}"
         out.append(f"GPU {gpu['index']} {gpu['bus_id']} {gpu['name']}: node {node} ({who})")
-        if gpu["fix"]:
-            out.append(f"  {gpu['why']}. {gpu['fix']}")
+        if gpu["node"] is None:
+            out.append(f"  {gpu['why']}")
+    out += [gpu["fix"] for gpu in picture["gpus"] if gpu["fix"]][:1]
     for pin in picture["pins"]:
         if "error" in pin:
             out.append(f"{pin['tp']} ranks: {pin['error']}")

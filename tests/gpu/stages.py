@@ -7,7 +7,7 @@ graphs    64 prompts of unlike lengths are answered at once, eagerly and through
           checkpoint's.
 families  tiny checkpoints of every family in tests/plugin/families.py against their dense twins
 mtp       a tiny Qwen3.5 speculates with a draft whose linears are EXL3: the greedy texts must be
-          those without it, and the draft must be right as often as its dense twin
+          those without it, but for ties, and the draft must be right as often as its dense twin
 
 stdout: one JSON line a result, at once; exit code 1 where one is wrong. Nothing begins after the
 budget. Every stage is a run of its own, since vLLM reads its environment once.
@@ -35,7 +35,8 @@ from serving import FIXTURES, MEAN_DIFFERENCE, SAME_BEST, clean_up, settle_envir
 
 PROMPTS, NEW_TOKENS = 64, 32
 TIE_NATS = 0.02
-"""Two tokens closer than this may change places: the two ways round at different places."""
+"""Two tokens closer than this may change places: one row and three go through other kernels, and
+bfloat16 has logits in steps of 1/64."""
 
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3-wrapper")
 """Families that vLLM refuses to run in float16, whose range their activations exceed."""
@@ -218,7 +219,7 @@ def mtp(options) -> Iterator[dict]:
     accepted = {n: c["accepted"] / c["drafted"] for n, c in counts.items() if c.get("drafted")}
     yield {
         "case": "greedy texts with and without the draft",
-        "ok": len(gaps) <= PROMPTS // 16 and all(gap < TIE_NATS for gap in gaps),
+        "ok": len(gaps) <= PROMPTS // 4 and all(gap < TIE_NATS for gap in gaps),
         "equal_texts": places.count(None),
         "prompts": PROMPTS,
         "gaps_where_not": [round(gap, 4) for gap in gaps],

@@ -1,4 +1,4 @@
-"""A draft with EXL3 linears speculates in vLLM: the stage `mtp` of tests/gpu/stages.py, on the CPU."""
+"""A draft with EXL3 linears speculates in vLLM on the CPU: stage `mtp` of tests/gpu/stages.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ STAGES = Path(__file__).resolve().parents[1] / "gpu" / "stages.py"
 @pytest.mark.slow
 def test_an_exl3_draft_is_right_as_often_as_a_dense_one_and_changes_no_text():
     if importlib.util.find_spec("torchvision") is None:
-        pytest.skip(
-            "no torchvision, which vLLM needs to import Qwen3.5: drafts are NOT tested here"
-        )
+        pytest.skip("no torchvision, which vLLM needs to import Qwen3.5: NOT tested here")
     done = subprocess.run(
         [sys.executable, STAGES, "mtp", "--eager"],
         capture_output=True,

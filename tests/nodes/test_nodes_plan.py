@@ -118,6 +118,19 @@ def test_a_recipe_that_counts_hosts_itself_is_refused():
         nodes.split(made, seat(0))
 
 
+def test_ray_is_refused():
+    """dgx-spark-playbooks#109, eugr#227: images without Ray, placements that cannot be."""
+    made = plan()
+    made["serve"]["argv"] += ["--distributed-executor-backend", "ray"]
+    with pytest.raises(
+        HostError, match="asks for ray, and hosts are joined by vLLM's own"
+    ) as raised:
+        nodes.split(made, seat(0))
+    assert "backend: mp" in raised.value.fix
+    made["serve"]["argv"][-1] = "mp"
+    assert nodes.split(made, seat(0))["serve"]["argv"].count("--distributed-executor-backend") == 1
+
+
 def test_model_folders_are_told_apart(tmp_path):
     def folder(name: str, config: str, header: bytes, words: bytes):
         made = tmp_path / name

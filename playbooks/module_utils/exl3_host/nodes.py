@@ -22,6 +22,7 @@ MEET_PORT = 29600
 """The head's guard listens here; vLLM's own rendezvous takes the next one."""
 
 
+BACKEND = "--distributed-executor-backend"
 DRAIN, GRACE_S = "--shutdown-timeout", 45
 
 
@@ -63,8 +64,17 @@ def split(plan: dict, seat: Seat, parts: dict[str, str] | None = None) -> dict:
             f"the recipe sets {own[0]} itself.",
             "Take it out: the inventory's hosts decide it.",
         )
+    if BACKEND in argv:
+        at = argv.index(BACKEND)
+        if argv[at + 1] != "mp":
+            raise HostError(
+                f"the profile asks for {argv[at + 1]}, and hosts are joined by vLLM's own "
+                "multi-node start.",
+                "Write backend: mp into the profile's parallel.",
+            )
+        del argv[at : at + 2]
     here = world // seat.hosts
-    argv += ["--distributed-executor-backend", "mp", "--nnodes", str(seat.hosts)]
+    argv += [BACKEND, "mp", "--nnodes", str(seat.hosts)]
     argv += ["--node-rank", str(seat.rank)]
     argv += ["--master-addr", seat.head, "--master-port", str(seat.meet_port + 1)]
     if seat.rank:

@@ -1,6 +1,8 @@
 """Images of an offline bundle with a real engine: saved, removed, loaded, compared."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from exl3_host import bundle
 from exl3_host.errors import HostError
+from exl3_host.recipe import load_recipe
 
 
 def make_image(docker: list[str], name: str, content: bytes) -> str:
@@ -55,3 +58,30 @@ def test_images_travel_in_a_bundle(docker: list[str], tmp_path: Path) -> None:
             tmp_path / "other",
             Path(sys.executable),
         )
+
+
+def test_a_recipe_is_pinned_to_the_image_of_the_engine(
+    docker: list[str], docker_host: str, checkout: Path, tmp_path: Path
+) -> None:
+    image_id = make_image(docker, "exl3-pinned:1", b"three")
+    model = tmp_path / "model"
+    shutil.copytree(checkout / "tests/fixtures/tiny-llama-mul1-2.5", model)
+    recipe = tmp_path / "pinned.yaml"
+    recipe.write_text(
+        "schema: exl3-recipe/1\nname: pinned\nmodel: {path: model}\nruntime: docker\n"
+        f"image: {{name: 'exl3-pinned:1', digests: {{linux/amd64: 'sha256:{'0' * 64}'}}}}\n"
+        "profiles:\n  cpu:\n    match: {device: cpu}\n    parallel: {tp: 1}\n"
+        "    memory: {max_model_len: 256, kv_cache_gib: 1}\n"
+        "health: {ready_timeout_s: 60, smoke: {prompt: hello, max_tokens: 4}}\n"
+    )
+    command = [sys.executable, "-m", "exl3_host.cli", "recipe", "lock", str(recipe), "--image"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+        env={**os.environ, "DOCKER_HOST": docker_host},
+    )
+    assert done.returncode == 0, done.stderr
+    digests = load_recipe(recipe).recipe.image.digests
+    assert image_id in (digests.amd64, digests.arm64)

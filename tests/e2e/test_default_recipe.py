@@ -90,6 +90,9 @@ def test_default_recipe_serves_and_goes_without_a_trace(deployment):
     changed, said = deployment.deploy()
     assert changed > 0 and "Paris" in said and f"127.0.0.1:{deployment.port}/v1" in said
     assert "Paris" in deployment.ask()
+    # 1 GiB of cache for 30 layers x 2 x 3 heads x 64 numbers of 2 or 4 bytes, in whole blocks.
+    learned = spec.read_json(deployment.store / "learned" / "kv.json")["entries"][0]
+    assert any(0 <= (1 << 30) / 11520 / size - learned["tokens"] < 256 for size in (2, 4))
     assert deployment.deploy()[0] == 0
     assert deployment.deploy("--check", "--diff")[0] == 0
     done = deployment.play("status")

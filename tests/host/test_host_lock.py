@@ -144,6 +144,9 @@ def test_what_the_hub_refuses(checkout: Path, model: Path, recipe: Path, tmp_pat
         assert "someone/little is gated" in refused()
         secret = tmp_path / "token"
         secret.write_text(hub.token + "\n")
+        secret.chmod(0o644)
+        assert "can be read by others (mode 0644)" in refused("--token-file", str(secret))
+        secret.chmod(0o600)
         done = exl3ctl(
             checkout,
             "recipe",
@@ -169,6 +172,20 @@ def test_a_local_copy_of_a_repository(checkout: Path, model: Path, recipe: Path)
     )
     assert done.returncode == 0, done.stderr
     assert load_recipe(recipe).recipe.model.revision == hub_server.COMMIT
+
+
+def test_two_recipes_are_compared(checkout: Path, recipe: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    text = recipe.read_text().replace("name: little", "name: other")
+    other.write_text(text.replace("utilization: 0.9,", "utilization: 0.8,"))
+    done = exl3ctl(checkout, "recipe", "diff", recipe, other)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        'name: "little" -> "other"',
+        "profiles.rtx_5090_x1.memory.utilization: 0.9 -> 0.8",
+    ]
+    same = exl3ctl(checkout, "recipe", "diff", recipe, recipe)
+    assert (same.returncode, same.stdout) == (0, "nothing differs\n")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`exl3ctl recipe lint|show|schema|lock` and `exl3ctl fit`."""
+"""`exl3ctl recipe lint|show|diff|schema|lock` and `exl3ctl fit`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from . import fit_recipe, hardware, learned, lint, lock, outcome, recipe_edit, show, sources
 from . import plan as planner
 from .errors import HostError, Problem, RecipeError, count
+from .fetch import check_token_file
 from .outcome import EXIT_GOOD, EXIT_REFUSED
 from .recipe import LoadedRecipe, find_recipe, load_recipe, summary
 from .schema import GpuProfile, json_schema
@@ -121,6 +122,44 @@ def recipe_show(recipe: RecipeArgument, as_json: JsonFlag = False) -> None:
     outcome.run(as_json, work)
 
 
+@recipe_app.command("diff")
+def recipe_diff(
+    old: RecipeArgument,
+    new: Annotated[str, typer.Argument(help="The recipe to compare it with.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """What differs between two recipes, defaults filled in; 1 where something does."""
+
+    def work() -> tuple:
+        bodies = [load(name).recipe.model_dump(by_alias=True, mode="json") for name in (old, new)]
+        before, after = (_flat(body) for body in bodies)
+        changes = {
+            key: [before.get(key), after.get(key)]
+            for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key)
+        }
+
+        def present(out) -> None:
+            for key, (was, now) in changes.items():
+                out.print(Text(f"{key}: {json.dumps(was)} -> {json.dumps(now)}"), highlight=False)
+            if not changes:
+                out.print("nothing differs", highlight=False)
+
+        return EXIT_REFUSED if changes else EXIT_GOOD, {"changes": changes}, present
+
+    outcome.run(as_json, work)
+
+
+def _flat(value: object, path: str = "") -> dict[str, object]:
+    """Plain values and lists of a recipe by their dotted path."""
+    if not isinstance(value, dict):
+        return {path: value}
+    out = {}
+    for key, inner in value.items():
+        out |= _flat(inner, f"{path}.{key}" if path else str(key))
+    return out
+
+
 @recipe_app.command("schema")
 def recipe_schema() -> None:
     """Print the JSON Schema of recipes, for editors."""
@@ -224,12 +263,8 @@ def _make_lock(
         wanted = "main"
     token = None
     if token_file is not None:
-        try:
-            token = token_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise HostError(
-                f"The token file {token_file} cannot be read: {error.strerror}."
-            ) from None
+        check_token_file(str(token_file))
+        token = token_file.read_text(encoding="utf-8").strip()
     return lock_make.lock_hub(str(model["repo"]), str(wanted), token, tell)
 
 

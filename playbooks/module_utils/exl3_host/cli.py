@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import cli_calibrate, cli_host, cli_models, cli_recipe, cli_report, peers_cli, show
+from . import cli_calibrate, cli_fit, cli_host, cli_models, cli_recipe, cli_report, peers_cli, show
 from . import facts as host_facts
 from . import plan as planner
 from .outcome import EXIT_GOOD, EXIT_REFUSED, checkout
@@ -140,9 +140,7 @@ def plan_command(
             release=release,
             freed_gib=freed_gib,
         )
-        plan = planner.plan_here(
-            loaded, instance, cli_recipe.planner_facts(facts, Path(instance.store))
-        )
+        plan = planner.plan_here(loaded, instance, cli_fit.host_facts(facts, Path(instance.store)))
         code = EXIT_GOOD if plan["fit"]["ok"] else EXIT_REFUSED
         return code, plan, lambda out: show.show_plan(plan, explain, out)
 
@@ -234,6 +232,7 @@ def _venv(given: Path | None) -> Path:
 
 
 cli_recipe.register(app)
+cli_fit.register(app)
 cli_models.register(app)
 cli_host.register(app)
 cli_report.register(app)

@@ -13,7 +13,8 @@ namespace {
 constexpr int kWarps = 2;  // of a thread block; a warp finishes one strip
 constexpr int kBatch = 4;  // loads under way at a time
 
-__global__ void __launch_bounds__(32 * kWarps)
+// Bounded to kFinishRegisters by the number of blocks, so that it fits beside the product.
+__global__ void __launch_bounds__(32 * kWarps, 65536 / (32 * kWarps * kFinishRegisters))
     finish_kernel(const __grid_constant__ FinishParams p) {
   release_dependents();
   const int lane = threadIdx.x % 32;
@@ -21,7 +22,6 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (strip >= p.strips) return;
   const auto& shard = shard_of_strip(p, strip);
   const int channel = (strip - shard.columns.strip_begin) * 128 + 4 * lane;
-  const uint2 raw_scales = __ldg(reinterpret_cast<const uint2*>(shard.columns.svh + channel));
 
   const int strip_steps = p.k / 16;
   const int begin = strip * strip_steps, end = begin + strip_steps;
@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (pass == 1) await_predecessors();
     const int parts = pass == 0 ? 0 : last - first + 1;
     float z[4] = {};
+    const uint2 raw_scales = __ldg(reinterpret_cast<const uint2*>(shard.columns.svh + channel));
     int part = 0;
 #pragma unroll 1
     do {

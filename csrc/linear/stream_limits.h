@@ -8,7 +8,8 @@
 
 namespace exl3 {
 
-inline constexpr int kStreamWarps = 16;  // of a thread block; one block a multiprocessor
+inline constexpr int kStreamWarps = 16;      // of a thread block; one block a multiprocessor
+inline constexpr int kFinishRegisters = 32;  // of a thread of the finishing kernel
 
 // Bytes of shared memory for the rings of all warps. The rest holds the activations.
 inline constexpr int kStreamRingBytes = 192 * 1024;

@@ -60,7 +60,7 @@ def test_fused_layers_and_cuts(capfd):
     """Shards of other scales, rates and codebooks; inputs that begin and end inside a block."""
     report = cases.Report()
     for number, (k, k_begin, k_in) in enumerate(
-        ((384, 0, 384), (1024, 100, 900), (1024, 64, 961), (128, 5, 1), (2048, 0, 1))
+        ((384, 0, 384), (1024, 100, 900), (1024, 64, 960), (128, 5, 1), (2048, 0, 1))
     ):
         bias = (None, torch.float32, torch.bfloat16, torch.float16)[number % 4]
         layer = cases.make_layer([23, number], k, FUSED, bias=bias, k_begin=k_begin)
@@ -114,6 +114,7 @@ def test_a_chain_of_calls(form, options):
         x = cases.activations(27, 1, 512, torch.float16)
         for _ in range(200):
             x = layer.run(x, PLANS[form])
+            x = x / x.abs().amax()
         results.append(x)
     assert torch.isfinite(results[0]).all() and cases.same_bits(*results)
 

@@ -446,6 +446,12 @@ def test_what_was_learned_replaces_the_estimate() -> None:
     assert short["reasons"] == [
         "the KV cache holds at most 30,000 tokens and max_model_len is 32,768"
     ]
+    # 30,000 tokens took 25.75 GiB: 32,768 take 28.13, which 0.93 of 100 GiB leave (28.75).
+    assert short["would_fit"][:3] == [
+        "max_model_len: 16384",
+        "kv_cache_dtype: fp8",
+        "utilization: 0.93",
+    ]
 
 
 def test_nothing_is_claimed_about_an_unknown_architecture() -> None:

@@ -159,7 +159,7 @@ def test_wheels_that_cannot_be_had(recipe: Path, tmp_path: Path, monkeypatch) ->
 
 
 def test_an_engine_that_is_not_there(recipe: Path, tmp_path: Path) -> None:
-    contents = bundle.Contents((recipe,), (), images=("x",), docker=("/nowhere/docker",))
+    contents = bundle.Contents((recipe,), (), images=(("x", None),), docker=("/nowhere/docker",))
     with pytest.raises(HostError, match="/nowhere/docker cannot be run"):
         bundle.make(contents, tmp_path / "bundle", Path(sys.executable))
 

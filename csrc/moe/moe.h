@@ -68,6 +68,24 @@ struct MoeGatherParams {
 };
 cudaError_t launch_moe_gather(const MoeGatherParams& params, bool dependent, cudaStream_t stream);
 
+// Division by a number that the host knows, of numbers below 2^31: code that runs once costs by the
+// instruction.
+struct Divisor {
+  uint32_t magic, shift;
+
+  static Divisor of(uint32_t divisor) {
+    uint32_t shift = 0;
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    const uint64_t excess = (uint64_t{1} << shift) - divisor;
+    return {static_cast<uint32_t>((excess << 32) / divisor + 1), shift};
+  }
+#if defined(__CUDACC__)
+  __device__ __forceinline__ int divide(int n) const {
+    return static_cast<int>((__umulhi(magic, static_cast<uint32_t>(n)) + n) >> shift);
+  }
+#endif
+};
+
 struct MoeGemmParams {
   // One or, where `pair`, two matrices of each expert: words, their places, scales, images.
   const uint8_t* weights;   // strips
@@ -81,8 +99,9 @@ struct MoeGemmParams {
   const int* list_count;
   const int* counts;
   const int* row_pair;
-  int k, strips;  // inputs and blocks of 128 outputs of a matrix
-  int positions;  // thread blocks, at most
+  int k, strips;                // inputs and blocks of 128 outputs of a matrix
+  Divisor by_steps, by_strips;  // k / 16 and strips
+  int positions;                // thread blocks, at most
   bool pair;
   bool whole_strips;  // cut k nowhere, so that a row's sums do not depend on the batch
   // pair: the image that down reads.

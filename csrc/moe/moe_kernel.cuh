@@ -115,30 +115,37 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
   // What plan wrote is there: gather lets this kernel start only once plan is done.
   release_dependents();
   const MoeUnits units = MoeUnits::of<C>(p);
-  const int position = units.positions - 1 - static_cast<int>(blockIdx.x);
+  const int position = units.positions() - 1 - static_cast<int>(blockIdx.x);
   if (position < 0) {
     await_predecessors();
     return;
   }
-  const UnitRange range{units.begin(p, position), units.begin(p, position + 1)};
+  const UnitRange range{units.begin(position), units.end(position)};
   const int steps_of_matrix = p.k / 16;
 
   const uint32_t fetch_to = shared_address(ring) + MoeFetcher<C>::thread_bytes();
   MoeFetcher<C> fetcher(p, range);
-  {
-    MoeFetcher<C> ahead = fetcher;
+  // Weights depend on no kernel before, so the ring fills with them while the others still run;
+  // rows follow once they are there. One loop for both: code that runs once costs by the
+  // instruction.
 #pragma unroll 1
-    for (int i = 0; i < C::kStages - 1 && ahead.ready(); ++i, ahead.advance()) {
-      ahead.fetch_weights(fetch_to + i * C::kStageBytes);
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass == 1) {
+      await_predecessors();
+      fetcher.restart(range.begin);
     }
-    await_predecessors();
 #pragma unroll 1
     for (int i = 0; i < C::kStages - 1; ++i) {
       if (fetcher.ready()) {
-        fetcher.fetch_rows(fetch_to + i * C::kStageBytes);
+        const uint32_t to = fetch_to + i * C::kStageBytes;
+        if (pass == 0) {
+          fetcher.fetch_weights(to);
+        } else {
+          fetcher.fetch_rows(to);
+        }
         fetcher.advance();
       }
-      copy_async_commit();
+      if (pass == 1) copy_async_commit();
     }
   }
 
@@ -150,9 +157,9 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
 #pragma unroll 1
   for (int begin = range.begin; begin < range.end;) {
     // One piece: the steps of one matrix that this block has of one item.
-    const int piece = begin / steps_of_matrix;
+    const int piece = p.by_steps.divide(begin);
     const int end = min(range.end, (piece + 1) * steps_of_matrix);
-    const int item_index = p.pair ? piece / 2 : piece;
+    const int item_index = p.pair ? piece >> 1 : piece;
     const int item_begin = item_index * units.item_steps;
     const int item_end = item_begin + units.item_steps;
 #pragma unroll
@@ -165,8 +172,8 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     }
 
     // Only the tallest tile is worth asking how full it is.
-    int pairs = 0;
-    if constexpr (C::kRows == 128) pairs = (moe_item<C>(p, item_index).rows + 15) / 16;
+    int present = 0;
+    if constexpr (C::kRows == 128) present = moe_item<C>(p, item_index).rows;
     const UnitRange share = share_of_group<C>(begin, end, group);
 #pragma unroll 1
     for (int done = share.begin; done < share.end; done += C::kStageSteps) {
@@ -193,12 +200,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
         }
         if (steps > 0) multiply_few<C>(state, p.constants, weights, rows, lane, acc);
       } else if constexpr (C::kRows == 128) {
-#pragma unroll 1
-        for (; steps > 0; --steps) {
-          multiply_present<C>(state, p.constants, weights, rows, lane, pairs, acc);
-          weights += C::kStepWeightBytes;
-          rows += C::kStepRowBytes;
-        }
+        multiply_present<C>(state, p.constants, weights, rows, lane, steps, present, acc);
       } else if (C::kDecodeAhead && steps == C::kStageSteps) {
         multiply_many<C, C::kStageSteps>(state, p.constants, weights, rows, lane, acc);
       } else {
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     // Where this block begins within the item: it may have steps of gate, of up or of both.
     const int own_begin = max(range.begin, item_begin), middle = item_begin + steps_of_matrix;
     const bool owner = own_begin == item_begin;
-    if (p.pair && piece % 2 == 0) {
+    if (p.pair && (piece & 1) == 0) {
       if constexpr (kKeepGate<C>) {
 #pragma unroll
         for (int i = 0; i < C::kWarpRows; ++i) {
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
 
     int last = position;
     if (end < item_end) {
-      last = last_contributor(units.total, position, units.positions, item_end);
+      last = units.owner_of(item_end - 1);
       for (int other = position + 1 + threadIdx.x; other <= last; other += C::kThreads) {
         await_flag(p.flags + other);
       }
@@ -298,11 +300,10 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
       }
       if (last > position) {
         // The position that has the middle inside has steps of both.
-        const int last_gate = end < middle
-                                  ? last_contributor(units.total, position, units.positions, middle)
-                                  : position;
-        int first_up = position + 1;
-        while (range_begin(units.total, first_up + 1, units.positions) <= middle) ++first_up;
+        const int middle_owner = units.owner_of(middle);
+        const int last_gate =
+            end >= middle ? position : middle_owner - (units.begin(middle_owner) == middle ? 1 : 0);
+        const int first_up = max(position + 1, middle_owner);
         add_partials<C>(partials, gate, position + 1, last_gate, warp, lane, item.rows);
         add_partials<C>(partials + half, z, first_up, last, warp, lane, item.rows);
       }

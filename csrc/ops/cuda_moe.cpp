@@ -288,7 +288,7 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   // Units of work are counted in 32 bits on the device.
   const int64_t units = most_tiles(shape, most, choice.rows) * (a.k / 16) * (a.inner / 64) +
                         most_tiles(shape, most, choice.rows) * (a.inner / 16) * (a.n / 128);
-  STD_TORCH_CHECK(units < (int64_t{1} << 31), "exl3::moe: ", most, " tokens of ", a.top_k,
+  STD_TORCH_CHECK(units < (int64_t{1} << 30), "exl3::moe: ", most, " tokens of ", a.top_k,
                   " experts of ", a.k, " x ", a.inner, " are too many at once");
   const Tensor workspace = torch::stable::new_empty(w13_trellis, {(w.total + 1) / 2});
   auto* data = static_cast<uint8_t*>(workspace.mutable_data_ptr());

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import namespaces
 import pytest
 from exl3_host import bundle, manifest
 from exl3_host.errors import HostError
@@ -197,9 +198,7 @@ def test_the_commands(made: Path, checkout: Path, tmp_path: Path, model: Path) -
 
 def test_unpacking_needs_no_network(made: Path, checkout: Path, tmp_path: Path) -> None:
     """In a network namespace without any route, not even to this machine."""
-    namespace = ["unshare", "--user", "--map-root-user", "--net"]
-    if subprocess.run([*namespace, "true"], capture_output=True).returncode != 0:
-        pytest.skip("no network namespaces on this machine")
+    namespace = namespaces.prefix("net")
     home = tmp_path / "new"
     for words in (["bundle", "unpack", made], ["store", "verify"]):
         command = [sys.executable, "-m", "exl3_host.cli", *map(str, words), "--store", str(home)]

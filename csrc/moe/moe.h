@@ -107,9 +107,9 @@ struct MoeGemmParams {
   // pair: the image that down reads.
   uint8_t* next_image;
   float* next_sums;
-  const uint16_t* next_suh;  // fp16 [experts][128 * strips]
-  Activation activation;
-  int inner_begin, inner_end;  // columns that count; the others become zero
+  const uint16_t* next_suh;         // fp16 [experts][128 * strips]
+  float slope, cubic, beta, limit;  // of the activation, see `gated`
+  int inner_begin, inner_end;       // columns that count; the others become zero
   int64_t next_tile_bytes;
   // else: fp32 rows, by pair or by place in the tiles.
   float* out;
@@ -123,8 +123,8 @@ struct MoeGemmParams {
 template <int kHalfBits>
 cudaError_t launch_moe_gemm(MoeGemmParams& params, const GemmLaunch& launch);
 
-// Where gate and up of an expert are of different kinds: what the epilogue of their product does
-// else. `gate_up` is fp32 [tiles * rows][2 * inner].
+// Where gate and up of an expert are of different kinds, or the activation is GELU by erf: what the
+// epilogue of their product does else. `gate_up` is fp32 [tiles * rows][2 * inner].
 struct MoeActivateParams {
   const float* gate_up;
   MoeRouting routing;

@@ -23,12 +23,11 @@ namespace exl3 {
 template <class C>
 inline constexpr bool kKeepGate = C::kRows == 8;
 
-// Sums in the rotated basis to outputs, in place.
+// Sums in the rotated basis, already transformed, to outputs, in place.
 template <class C>
-__device__ __forceinline__ void finish_row(const MoeGemmParams& p, const float* block_sums,
-                                           int64_t padded_row, const uint16_t* svh, int lane,
-                                           float (&z)[4]) {
-  hadamard_128(z, lane);
+__device__ __forceinline__ void scale_row(const MoeGemmParams& p, const float* block_sums,
+                                          int64_t padded_row, float4 scales, int lane,
+                                          float (&z)[4]) {
   float scale = kHadamardScale, offset = 0.0f;
   if constexpr (C::kForm == Form::kFast && C::kFamily == Family::kByteSum) {
     const int blocks = p.k / 128;
@@ -41,7 +40,6 @@ __device__ __forceinline__ void finish_row(const MoeGemmParams& p, const float* 
 #pragma unroll
   for (int j = 0; j < 4; ++j) z[j] *= scale;
   if (lane == 0) z[0] += offset;
-  const float4 scales = load_scales(svh);
   z[0] *= scales.x, z[1] *= scales.y, z[2] *= scales.z, z[3] *= scales.w;
 }
 
@@ -58,27 +56,39 @@ __device__ __forceinline__ void store_partials(float* partials, int position,
   }
 }
 
+// Gate and up of a finished item to the image of down.
 template <class C>
 __device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem& item,
                                            float (&gate)[C::kWarpRows][4],
                                            float (&up)[C::kWarpRows][4], int warp, int lane) {
   const int64_t column = int64_t{item.strip} * 128 + 4 * lane;
   const int64_t scales = item.expert * p.svh_stride + column;
-  const int inner = p.strips * 128;
+  const float4 gate_scales = load_scales(p.svh[0] + scales);
+  const float4 up_scales = load_scales(p.svh[1] + scales);
+  const float4 suh = load_scales(p.next_suh + int64_t{item.expert} * p.strips * 128 + column);
+  uint8_t* image = p.next_image + item.tile * p.next_tile_bytes;
 #pragma unroll
   for (int i = 0; i < C::kWarpRows; ++i) {
     const int row = warp + C::kWarps * i;
     const int64_t padded_row = int64_t{item.tile} * C::kRows + row;
     float v[4] = {};
     if (row < item.rows) {
-      finish_row<C>(p, p.block_sums[0], padded_row, p.svh[0] + scales, lane, gate[i]);
-      finish_row<C>(p, p.block_sums[1], padded_row, p.svh[1] + scales, lane, up[i]);
-      to_down_input(p.activation, item.strip, lane, p.inner_begin, p.inner_end,
-                    p.next_suh + int64_t{item.expert} * inner, gate[i], up[i], v);
+      float both[2][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) both[0][j] = gate[i][j], both[1][j] = up[i][j];
+      hadamard_128(both, lane);
+      scale_row<C>(p, p.block_sums[0], padded_row, gate_scales, lane, both[0]);
+      scale_row<C>(p, p.block_sums[1], padded_row, up_scales, lane, both[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int channel = static_cast<int>(column) + j;
+        const bool counts = channel >= p.inner_begin && channel < p.inner_end;
+        v[j] = counts ? gated(p, both[0][j], both[1][j]) : 0.0f;
+      }
+      to_down_input(suh, lane, v);
     }
     // Rows that are not there become zeros, so that nothing reads what nobody wrote.
-    const float sum = store_image(p.next_image + item.tile * p.next_tile_bytes, C::kRows,
-                                  item.strip, row, lane, v);
+    const float sum = store_image(image, C::kRows, item.strip, row, lane, v);
     if (p.next_sums != nullptr) {
       const float whole = warp_sum(sum);
       if (lane == 0) p.next_sums[padded_row * p.strips + item.strip] = whole;
@@ -86,18 +96,20 @@ __device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem
   }
 }
 
+// A finished item to fp32 rows.
 template <class C>
 __device__ __forceinline__ void store_rows(const MoeGemmParams& p, const MoeItem& item,
                                            float (&z)[C::kWarpRows][4], int warp, int lane) {
   const int64_t column = int64_t{item.strip} * 128 + 4 * lane;
+  const float4 scales = load_scales(p.svh[0] + item.expert * p.svh_stride + column);
 #pragma unroll
   for (int i = 0; i < C::kWarpRows; ++i) {
     const int row = warp + C::kWarps * i;
     if (row >= item.rows) continue;
     const int64_t padded_row = int64_t{item.tile} * C::kRows + row;
-    finish_row<C>(p, p.block_sums[0], padded_row, p.svh[0] + item.expert * p.svh_stride + column,
-                  lane, z[i]);
     const int64_t place = p.out_by_pair ? __ldcg(p.row_pair + padded_row) : padded_row;
+    hadamard_128(z[i], lane);
+    scale_row<C>(p, p.block_sums[0], padded_row, scales, lane, z[i]);
     *reinterpret_cast<float4*>(p.out + place * p.out_stride + column) =
         make_float4(z[i][0], z[i][1], z[i][2], z[i][3]);
   }

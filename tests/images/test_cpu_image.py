@@ -222,7 +222,9 @@ def test_serves_locked_down_and_drains(docker, container, smollm2, tmp_path):
     recipe, secret = tmp_path / "smol.yaml", tmp_path / "key"
     recipe.write_text(RECIPE)
     secret.write_text("hush-hush\n")
-    smollm2.chmod(0o755)  # pytest keeps it for its own user
+    smollm2.chmod(0o755)  # pytest and safetensors keep them for their own user
+    for file in smollm2.iterdir():
+        file.chmod(0o644)
     port = free_port()
     options = [
         *("--network", "host", "--init", "--shm-size", "1g", *LOCKED_DOWN),

@@ -107,3 +107,15 @@ def test_health(checkout, tmp_path):
     server.server_close()
     done = check()
     assert done.returncode == 1 and "does not answer" in done.stdout
+
+
+def test_a_signal_that_comes_too_early_is_not_lost(init, checkout):
+    """Held by the entry point, it waits across exec and reaches the server."""
+    code = (
+        "import os, signal, sys; from exl3_image import init; init.hold();"
+        "os.kill(os.getpid(), signal.SIGTERM);"
+        f"os.execv(sys.executable, {[*init, '/bin/sleep', '60']!r})"
+    )
+    env = {"PYTHONPATH": str(checkout / "images"), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=20)
+    assert done.returncode == 128 + signal.SIGTERM

@@ -19,7 +19,7 @@ PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWI
 
 
 def hold() -> list[signal.Signals]:
-    """Let signals wait, also across exec: process 1 would otherwise lose those it has no handler for.
+    """Let signals wait, also across exec: process 1 loses those that it has no handler for.
 
     Returns the signals that are passed on once there is a server.
     """

@@ -52,6 +52,7 @@ class Exllamav3:
         ]
         self._fused: dict[int, list[torch.Tensor]] = {}
         self._block = None
+        self._cooperative()  # its tables come from the host, which a capture would not allow
 
     def _cooperative(self) -> Any:
         if self._block is not None:

@@ -36,7 +36,7 @@ OURS = re.compile(r"\bexl3::")
 
 def short(name: str) -> str:
     """A kernel's name without return type, template arguments and parameters."""
-    name = re.sub(r"^(?:\(anonymous namespace\)::|void |static )+", "", name)
+    name = re.sub(r"\(anonymous namespace\)::|^void ", "", name)
     return re.split(r"[<(]", name, maxsplit=1)[0][:60] or name[:60]
 
 
@@ -50,8 +50,9 @@ def summarise(events: list[dict], steps: int, layers: int) -> dict:
 
     Returns:
         `kernels` and `ours` launched in a step, `ours_per_layer`, `step_us` from the first kernel
-        to the last, `busy_us` of it covered by at least one kernel, `ours_us`, and `by_kernel`:
-        name to [launches, us], the longest first.
+        to the last, `busy_us` of it covered by at least one kernel, `ours_us` of that, and
+        `by_kernel`: name to [launches, us], the longest first. Where kernels overlap (dependent
+        launches begin early and wait), time belongs to the one that was there first.
 
     Raises:
         ValueError: the trace holds no kernels.
@@ -67,15 +68,16 @@ def summarise(events: list[dict], steps: int, layers: int) -> dict:
     ours = ours_us = launched = 0
     for event in kernels:
         begin, end = event["ts"], event["ts"] + event["dur"]
-        busy += max(0.0, end - max(begin, covered))
+        own = max(0.0, end - max(begin, covered))
         covered = max(covered, end)
+        busy += own
         entry = by_kernel[short(event["name"])]
         entry[0] += 1 / steps
-        entry[1] += event["dur"] / steps
+        entry[1] += own / steps
         launched += event["cat"] == "kernel"
         if OURS.search(event["name"]):
             ours += 1
-            ours_us += event["dur"]
+            ours_us += own
     return {
         "steps": steps,
         "layers": layers,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.exl3")
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
+KEPT = 64
 
 
 def unbuilt_head(model: torch.nn.Module, name: str) -> bool:
@@ -128,7 +129,7 @@ def as_taken(
             continue
         if parent not in homes or suffix == "bias":
             if module is not None and module.kind == "exl3" and suffix != "bias":
-                loading.OFFERED[name] = tensor
+                _offer(name, tensor)
             yield name, tensor
             continue
         parts = waiting.setdefault(parent, {})
@@ -145,6 +146,19 @@ def as_taken(
                 module.nbytes / 2**20,
             )
     loading.OFFERED.clear()
+
+
+def _offer(name: str, tensor: torch.Tensor) -> None:
+    """Remember what was handed out, to compare it with what comes back.
+
+    What a class leaves out never comes back, so only the latest are kept; the loader of routed
+    experts compares nothing.
+    """
+    if EXPERT.search(name):
+        return
+    loading.OFFERED[name] = tensor
+    if len(loading.OFFERED) > KEPT:
+        del loading.OFFERED[next(iter(loading.OFFERED))]
 
 
 def marker_names(homes: Iterable[str], config: Exl3Config) -> set[str]:

@@ -189,7 +189,10 @@ class Site:
             ("group", f"{USER}:x:{UID}:\n"),
             ("shadow", f"{USER}:*:19000:0:99999:7:::\n"),
         ):
-            (files / name).write_text(Path("/etc", name).read_text() + line)
+            text = Path("/etc", name).read_text()
+            if name == "passwd" and "\nsshd:" not in text:
+                text += f"sshd:x:{UID + 1}:65534::/run/sshd:/usr/sbin/nologin\n"
+            (files / name).write_text(text + line)
         (files / "shadow").chmod(0o600)
         (files / "sudoers.d").mkdir()
         rule = files / "sudoers.d" / "deployer"

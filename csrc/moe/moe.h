@@ -68,6 +68,24 @@ struct MoeGatherParams {
 };
 cudaError_t launch_moe_gather(const MoeGatherParams& params, bool dependent, cudaStream_t stream);
 
+// Division by a number that the host knows, of numbers below 2^31: code that runs once costs by the
+// instruction.
+struct Divisor {
+  uint32_t magic, shift;
+
+  static Divisor of(uint32_t divisor) {
+    uint32_t shift = 0;
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    const uint64_t excess = (uint64_t{1} << shift) - divisor;
+    return {static_cast<uint32_t>((excess << 32) / divisor + 1), shift};
+  }
+#if defined(__CUDACC__)
+  __device__ __forceinline__ int divide(int n) const {
+    return static_cast<int>((__umulhi(magic, static_cast<uint32_t>(n)) + n) >> shift);
+  }
+#endif
+};
+
 struct MoeGemmParams {
   // One or, where `pair`, two matrices of each expert: words, their places, scales, images.
   const uint8_t* weights;   // strips
@@ -81,16 +99,17 @@ struct MoeGemmParams {
   const int* list_count;
   const int* counts;
   const int* row_pair;
-  int k, strips;  // inputs and blocks of 128 outputs of a matrix
-  int positions;  // thread blocks, at most
+  int k, strips;                // inputs and blocks of 128 outputs of a matrix
+  Divisor by_steps, by_strips;  // k / 16 and strips
+  int positions;                // thread blocks, at most
   bool pair;
   bool whole_strips;  // cut k nowhere, so that a row's sums do not depend on the batch
   // pair: the image that down reads.
   uint8_t* next_image;
   float* next_sums;
-  const uint16_t* next_suh;  // fp16 [experts][128 * strips]
-  Activation activation;
-  int inner_begin, inner_end;  // columns that count; the others become zero
+  const uint16_t* next_suh;         // fp16 [experts][128 * strips]
+  float slope, cubic, beta, limit;  // of the activation, see `gated`
+  int inner_begin, inner_end;       // columns that count; the others become zero
   int64_t next_tile_bytes;
   // else: fp32 rows, by pair or by place in the tiles.
   float* out;
@@ -104,8 +123,8 @@ struct MoeGemmParams {
 template <int kHalfBits>
 cudaError_t launch_moe_gemm(MoeGemmParams& params, const GemmLaunch& launch);
 
-// Where gate and up of an expert are of different kinds: what the epilogue of their product does
-// else. `gate_up` is fp32 [tiles * rows][2 * inner].
+// Where gate and up of an expert are of different kinds, or the activation is GELU by erf: what the
+// epilogue of their product does else. `gate_up` is fp32 [tiles * rows][2 * inner].
 struct MoeActivateParams {
   const float* gate_up;
   MoeRouting routing;

@@ -19,22 +19,25 @@ struct MoeItem {
 
 template <class C>
 __device__ __forceinline__ MoeItem moe_item(const MoeGemmParams& p, int item) {
-  const int at = item / p.strips;
+  const int at = p.by_strips.divide(item);
   const int4 raw = __ldcg(reinterpret_cast<const int4*>(p.list) + at);
   const MoeTile entry{raw.x, raw.y, raw.z, raw.w};
   const int local = item - entry.first * p.strips;
-  const int strip = local / entry.count, of_expert = local - strip * entry.count;
+  // Nearly always one tile: then there is nothing to divide.
+  const int strip = entry.count == 1 ? local : local / entry.count;
+  const int of_expert = local - strip * entry.count;
   const int rows = __ldcg(p.counts + entry.expert) - of_expert * C::kRows;
   return {entry.expert, entry.tile - (at - entry.first) + of_expert, strip,
           rows < C::kRows ? rows : C::kRows};
 }
 
 // The units of a launch, from what plan counted: an item's k16 steps, of gate and then of up where
-// both are one product.
+// both are one product. Positions get equal shares, the last one what is left; the split depends on
+// the routing, never on what a block finds out later.
 struct MoeUnits {
   int item_steps;
-  int total;      // the host has seen to it that 32 bits are enough
-  int positions;  // thread blocks that get some
+  int total;  // the host has seen to it that 32 bits are enough
+  int share;  // units of a position
 
   template <class C>
   static __device__ __forceinline__ MoeUnits of(const MoeGemmParams& p) {
@@ -43,14 +46,20 @@ struct MoeUnits {
     const int items = __ldcg(p.list_count) * p.strips;
     u.total = items * u.item_steps;
     // Each group of warps shall find a step, and a block of outputs not fall into too many parts.
-    const int most =
-        p.whole_strips ? items : min(u.total / C::kGroups, items * (C::kRows <= 16 ? 12 : 6));
-    u.positions = min(p.positions, most);
+    constexpr int kParts = C::kRows <= 16 ? 12 : 6;
+    u.share = max((u.total + p.positions - 1) / p.positions,
+                  max(int{C::kGroups}, (u.item_steps + kParts - 1) / kParts));
+    if (p.whole_strips) u.share = (items + p.positions - 1) / p.positions * u.item_steps;
     return u;
   }
-  __device__ __forceinline__ int begin(const MoeGemmParams& p, int position) const {
-    if (!p.whole_strips) return range_begin(total, position, positions);
-    return range_begin(total / item_steps, position, positions) * item_steps;
+  __device__ __forceinline__ int begin(int position) const { return position * share; }
+  __device__ __forceinline__ int end(int position) const {
+    return min(total, (position + 1) * share);
+  }
+  // The position that has a unit.
+  __device__ __forceinline__ int owner_of(int unit) const { return unit / share; }
+  __device__ __forceinline__ int positions() const {
+    return total == 0 ? 0 : owner_of(total - 1) + 1;
   }
 };
 
@@ -64,14 +73,15 @@ struct MoeFetcher {
   __device__ __forceinline__ MoeFetcher(const MoeGemmParams& params, const UnitRange& range)
       : p(params), segment(range.begin), end(range.end), left(0), weights(nullptr), rows(nullptr) {}
 
+  __device__ __forceinline__ void restart(int begin) { segment = begin, left = 0; }
   static __device__ __forceinline__ uint32_t thread_bytes() { return Fetcher<C>::thread_bytes(); }
 
   __device__ __forceinline__ void next_segment() {
-    const int steps = p.k / 16, piece = segment / steps;
+    const int steps = p.k / 16, piece = p.by_steps.divide(segment);
     const int stop = min(end, (piece + 1) * steps);
     const UnitRange share = share_of_group<C>(segment, stop, Fetcher<C>::group());
-    const int half = p.pair ? piece % 2 : 0;
-    const MoeItem item = moe_item<C>(p, p.pair ? piece / 2 : piece);
+    const int half = p.pair ? piece & 1 : 0;
+    const MoeItem item = moe_item<C>(p, p.pair ? piece >> 1 : piece);
     const int first_step = share.begin - piece * steps;
     const int64_t word = __ldg(reinterpret_cast<const long long*>(
         (half == 0 ? p.table[0] : p.table[1]) + int64_t{item.expert} * 2));

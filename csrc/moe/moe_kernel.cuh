@@ -23,12 +23,11 @@ namespace exl3 {
 template <class C>
 inline constexpr bool kKeepGate = C::kRows == 8;
 
-// Sums in the rotated basis to outputs, in place.
+// Sums in the rotated basis, already transformed, to outputs, in place.
 template <class C>
-__device__ __forceinline__ void finish_row(const MoeGemmParams& p, const float* block_sums,
-                                           int64_t padded_row, const uint16_t* svh, int lane,
-                                           float (&z)[4]) {
-  hadamard_128(z, lane);
+__device__ __forceinline__ void scale_row(const MoeGemmParams& p, const float* block_sums,
+                                          int64_t padded_row, float4 scales, int lane,
+                                          float (&z)[4]) {
   float scale = kHadamardScale, offset = 0.0f;
   if constexpr (C::kForm == Form::kFast && C::kFamily == Family::kByteSum) {
     const int blocks = p.k / 128;
@@ -41,7 +40,6 @@ __device__ __forceinline__ void finish_row(const MoeGemmParams& p, const float* 
 #pragma unroll
   for (int j = 0; j < 4; ++j) z[j] *= scale;
   if (lane == 0) z[0] += offset;
-  const float4 scales = load_scales(svh);
   z[0] *= scales.x, z[1] *= scales.y, z[2] *= scales.z, z[3] *= scales.w;
 }
 
@@ -58,27 +56,39 @@ __device__ __forceinline__ void store_partials(float* partials, int position,
   }
 }
 
+// Gate and up of a finished item to the image of down.
 template <class C>
 __device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem& item,
                                            float (&gate)[C::kWarpRows][4],
                                            float (&up)[C::kWarpRows][4], int warp, int lane) {
   const int64_t column = int64_t{item.strip} * 128 + 4 * lane;
   const int64_t scales = item.expert * p.svh_stride + column;
-  const int inner = p.strips * 128;
+  const float4 gate_scales = load_scales(p.svh[0] + scales);
+  const float4 up_scales = load_scales(p.svh[1] + scales);
+  const float4 suh = load_scales(p.next_suh + int64_t{item.expert} * p.strips * 128 + column);
+  uint8_t* image = p.next_image + item.tile * p.next_tile_bytes;
 #pragma unroll
   for (int i = 0; i < C::kWarpRows; ++i) {
     const int row = warp + C::kWarps * i;
     const int64_t padded_row = int64_t{item.tile} * C::kRows + row;
     float v[4] = {};
     if (row < item.rows) {
-      finish_row<C>(p, p.block_sums[0], padded_row, p.svh[0] + scales, lane, gate[i]);
-      finish_row<C>(p, p.block_sums[1], padded_row, p.svh[1] + scales, lane, up[i]);
-      to_down_input(p.activation, item.strip, lane, p.inner_begin, p.inner_end,
-                    p.next_suh + int64_t{item.expert} * inner, gate[i], up[i], v);
+      float both[2][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) both[0][j] = gate[i][j], both[1][j] = up[i][j];
+      hadamard_128(both, lane);
+      scale_row<C>(p, p.block_sums[0], padded_row, gate_scales, lane, both[0]);
+      scale_row<C>(p, p.block_sums[1], padded_row, up_scales, lane, both[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int channel = static_cast<int>(column) + j;
+        const bool counts = channel >= p.inner_begin && channel < p.inner_end;
+        v[j] = counts ? gated(p, both[0][j], both[1][j]) : 0.0f;
+      }
+      to_down_input(suh, lane, v);
     }
     // Rows that are not there become zeros, so that nothing reads what nobody wrote.
-    const float sum = store_image(p.next_image + item.tile * p.next_tile_bytes, C::kRows,
-                                  item.strip, row, lane, v);
+    const float sum = store_image(image, C::kRows, item.strip, row, lane, v);
     if (p.next_sums != nullptr) {
       const float whole = warp_sum(sum);
       if (lane == 0) p.next_sums[padded_row * p.strips + item.strip] = whole;
@@ -86,18 +96,20 @@ __device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem
   }
 }
 
+// A finished item to fp32 rows.
 template <class C>
 __device__ __forceinline__ void store_rows(const MoeGemmParams& p, const MoeItem& item,
                                            float (&z)[C::kWarpRows][4], int warp, int lane) {
   const int64_t column = int64_t{item.strip} * 128 + 4 * lane;
+  const float4 scales = load_scales(p.svh[0] + item.expert * p.svh_stride + column);
 #pragma unroll
   for (int i = 0; i < C::kWarpRows; ++i) {
     const int row = warp + C::kWarps * i;
     if (row >= item.rows) continue;
     const int64_t padded_row = int64_t{item.tile} * C::kRows + row;
-    finish_row<C>(p, p.block_sums[0], padded_row, p.svh[0] + item.expert * p.svh_stride + column,
-                  lane, z[i]);
     const int64_t place = p.out_by_pair ? __ldcg(p.row_pair + padded_row) : padded_row;
+    hadamard_128(z[i], lane);
+    scale_row<C>(p, p.block_sums[0], padded_row, scales, lane, z[i]);
     *reinterpret_cast<float4*>(p.out + place * p.out_stride + column) =
         make_float4(z[i][0], z[i][1], z[i][2], z[i][3]);
   }
@@ -115,30 +127,37 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
   // What plan wrote is there: gather lets this kernel start only once plan is done.
   release_dependents();
   const MoeUnits units = MoeUnits::of<C>(p);
-  const int position = units.positions - 1 - static_cast<int>(blockIdx.x);
+  const int position = units.positions() - 1 - static_cast<int>(blockIdx.x);
   if (position < 0) {
     await_predecessors();
     return;
   }
-  const UnitRange range{units.begin(p, position), units.begin(p, position + 1)};
+  const UnitRange range{units.begin(position), units.end(position)};
   const int steps_of_matrix = p.k / 16;
 
   const uint32_t fetch_to = shared_address(ring) + MoeFetcher<C>::thread_bytes();
   MoeFetcher<C> fetcher(p, range);
-  {
-    MoeFetcher<C> ahead = fetcher;
+  // Weights depend on no kernel before, so the ring fills with them while the others still run;
+  // rows follow once they are there. One loop for both: code that runs once costs by the
+  // instruction.
 #pragma unroll 1
-    for (int i = 0; i < C::kStages - 1 && ahead.ready(); ++i, ahead.advance()) {
-      ahead.fetch_weights(fetch_to + i * C::kStageBytes);
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass == 1) {
+      await_predecessors();
+      fetcher.restart(range.begin);
     }
-    await_predecessors();
 #pragma unroll 1
     for (int i = 0; i < C::kStages - 1; ++i) {
       if (fetcher.ready()) {
-        fetcher.fetch_rows(fetch_to + i * C::kStageBytes);
+        const uint32_t to = fetch_to + i * C::kStageBytes;
+        if (pass == 0) {
+          fetcher.fetch_weights(to);
+        } else {
+          fetcher.fetch_rows(to);
+        }
         fetcher.advance();
       }
-      copy_async_commit();
+      if (pass == 1) copy_async_commit();
     }
   }
 
@@ -150,9 +169,9 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
 #pragma unroll 1
   for (int begin = range.begin; begin < range.end;) {
     // One piece: the steps of one matrix that this block has of one item.
-    const int piece = begin / steps_of_matrix;
+    const int piece = p.by_steps.divide(begin);
     const int end = min(range.end, (piece + 1) * steps_of_matrix);
-    const int item_index = p.pair ? piece / 2 : piece;
+    const int item_index = p.pair ? piece >> 1 : piece;
     const int item_begin = item_index * units.item_steps;
     const int item_end = item_begin + units.item_steps;
 #pragma unroll
@@ -165,8 +184,8 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     }
 
     // Only the tallest tile is worth asking how full it is.
-    int pairs = 0;
-    if constexpr (C::kRows == 128) pairs = (moe_item<C>(p, item_index).rows + 15) / 16;
+    int present = 0;
+    if constexpr (C::kRows == 128) present = moe_item<C>(p, item_index).rows;
     const UnitRange share = share_of_group<C>(begin, end, group);
 #pragma unroll 1
     for (int done = share.begin; done < share.end; done += C::kStageSteps) {
@@ -193,12 +212,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
         }
         if (steps > 0) multiply_few<C>(state, p.constants, weights, rows, lane, acc);
       } else if constexpr (C::kRows == 128) {
-#pragma unroll 1
-        for (; steps > 0; --steps) {
-          multiply_present<C>(state, p.constants, weights, rows, lane, pairs, acc);
-          weights += C::kStepWeightBytes;
-          rows += C::kStepRowBytes;
-        }
+        multiply_present<C>(state, p.constants, weights, rows, lane, steps, present, acc);
       } else if (C::kDecodeAhead && steps == C::kStageSteps) {
         multiply_many<C, C::kStageSteps>(state, p.constants, weights, rows, lane, acc);
       } else {
@@ -234,7 +248,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     // Where this block begins within the item: it may have steps of gate, of up or of both.
     const int own_begin = max(range.begin, item_begin), middle = item_begin + steps_of_matrix;
     const bool owner = own_begin == item_begin;
-    if (p.pair && piece % 2 == 0) {
+    if (p.pair && (piece & 1) == 0) {
       if constexpr (kKeepGate<C>) {
 #pragma unroll
         for (int i = 0; i < C::kWarpRows; ++i) {
@@ -272,7 +286,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
 
     int last = position;
     if (end < item_end) {
-      last = last_contributor(units.total, position, units.positions, item_end);
+      last = units.owner_of(item_end - 1);
       for (int other = position + 1 + threadIdx.x; other <= last; other += C::kThreads) {
         await_flag(p.flags + other);
       }
@@ -298,11 +312,10 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
       }
       if (last > position) {
         // The position that has the middle inside has steps of both.
-        const int last_gate = end < middle
-                                  ? last_contributor(units.total, position, units.positions, middle)
-                                  : position;
-        int first_up = position + 1;
-        while (range_begin(units.total, first_up + 1, units.positions) <= middle) ++first_up;
+        const int middle_owner = units.owner_of(middle);
+        const int last_gate =
+            end >= middle ? position : middle_owner - (units.begin(middle_owner) == middle ? 1 : 0);
+        const int first_up = max(position + 1, middle_owner);
         add_partials<C>(partials, gate, position + 1, last_gate, warp, lane, item.rows);
         add_partials<C>(partials + half, z, first_up, last, warp, lane, item.rows);
       }

@@ -8,6 +8,8 @@ namespace exl3 {
 
 template <class C>
 cudaError_t launch_moe_config(MoeGemmParams& params, const GemmLaunch& launch) {
+  params.by_steps = Divisor::of(static_cast<uint32_t>(params.k) / 16);
+  params.by_strips = Divisor::of(static_cast<uint32_t>(params.strips));
   params.image_tile_bytes = image_bytes(params.k, C::kRows);
   params.next_tile_bytes = image_bytes(int64_t{params.strips} * 128, C::kRows);
   auto* kernel = moe_gemm_kernel<C>;

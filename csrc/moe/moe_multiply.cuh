@@ -5,30 +5,51 @@
 
 namespace exl3 {
 
-// One k16 step, as multiply_many, for the first `pairs` pairs of octets of rows alone. The branches
-// are the same for all threads of the block.
+// Some k16 steps, as multiply_many, for the first kPairs pairs of octets of rows alone. A loop for
+// each number of pairs, because branches between the products would keep loads from running ahead.
+template <class C, int kPairs>
+__device__ __forceinline__ void multiply_pairs(const LaneState<C>& state,
+                                               const DecodeConstants& constants,
+                                               const uint8_t* weights, const uint8_t* rows,
+                                               int lane, int steps, Accumulators<C>& acc) {
+  static_assert(C::kWarpTiles == 2);
+#pragma unroll 1
+  for (; steps > 0; --steps) {
+    uint32_t a[2][4];
+    TileWords<C> words;
+    words.load(state, weights, 0);
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      exact_fragment<C::kHalfBits, C::kFamily>(words.run(state, t), constants, a[t]);
+    }
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const uint4 v = *reinterpret_cast<const uint4*>(rows + pair * 512 + lane * 16);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        mma_m16n8k16(acc[t][2 * pair], a[t], v.x, v.y);
+        mma_m16n8k16(acc[t][2 * pair + 1], a[t], v.z, v.w);
+      }
+    }
+    weights += C::kStepWeightBytes;
+    rows += C::kStepRowBytes;
+  }
+}
+
+// The same for as many rows as there are, rounded up to a quarter or a half of the tile.
 template <class C>
 __device__ __forceinline__ void multiply_present(const LaneState<C>& state,
                                                  const DecodeConstants& constants,
                                                  const uint8_t* weights, const uint8_t* rows,
-                                                 int lane, int pairs, Accumulators<C>& acc) {
-  static_assert(C::kWarpTiles == 2);
-  uint32_t a[2][4];
-  TileWords<C> words;
-  words.load(state, weights, 0);
-#pragma unroll
-  for (int t = 0; t < 2; ++t) {
-    exact_fragment<C::kHalfBits, C::kFamily>(words.run(state, t), constants, a[t]);
-  }
-#pragma unroll
-  for (int pair = 0; pair < C::kRowTiles / 2; ++pair) {
-    if (pair >= pairs) break;
-    const uint4 v = *reinterpret_cast<const uint4*>(rows + pair * 512 + lane * 16);
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      mma_m16n8k16(acc[t][2 * pair], a[t], v.x, v.y);
-      mma_m16n8k16(acc[t][2 * pair + 1], a[t], v.z, v.w);
-    }
+                                                 int lane, int steps, int present,
+                                                 Accumulators<C>& acc) {
+  constexpr int kAll = C::kRowTiles / 2;
+  if (present > C::kRows / 2) {
+    multiply_pairs<C, kAll>(state, constants, weights, rows, lane, steps, acc);
+  } else if (present > C::kRows / 4) {
+    multiply_pairs<C, kAll / 2>(state, constants, weights, rows, lane, steps, acc);
+  } else {
+    multiply_pairs<C, kAll / 4>(state, constants, weights, rows, lane, steps, acc);
   }
 }
 

@@ -10,6 +10,7 @@ namespace exl3 {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kCombineThreads = 64;
 
 template <class T>
 __device__ __forceinline__ void load_row(const T* row, int first, int k_in, float (&v)[4]) {
@@ -39,8 +40,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tile_bytes = image_bytes(p.k, p.rows);
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int block = item % blocks, octet = item / blocks % octets, tile = item / blocks / octets;
-    const int row = octet * 8 + warp, pair = __ldcg(p.routing.row_pair + tile * p.rows + row);
+    const int row = octet * 8 + warp;
+    // Loads that do not wait for one another first: each takes the better part of a microsecond.
+    const int pair = __ldcg(p.routing.row_pair + tile * p.rows + row);
+    const int64_t expert = __ldcg(p.routing.tile_expert + tile);
     const int first = block * 128 + 4 * lane;
+    const uint16_t* suh = p.suh + expert * 2 * p.k + first;
+    const float4 both[2] = {load_scales(suh), load_scales(suh + p.k)};
     float x[4] = {};
     if (pair >= 0) {
       load_row(static_cast<const T*>(p.x) + pair / p.top_k * p.x_stride, first, p.k_in, x);
@@ -50,16 +56,20 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < 4; ++i) x[i] *= weight;
       }
     }
-    const uint16_t* suh = p.suh + int64_t{__ldcg(p.routing.tile_expert + tile)} * 2 * p.k + first;
+    float v[2][4];
 #pragma unroll
     for (int shard = 0; shard < 2; ++shard) {
-      const float4 scales = load_scales(suh + shard * p.k);
-      float v[4] = {x[0] * scales.x, x[1] * scales.y, x[2] * scales.z, x[3] * scales.w};
-      hadamard_128(v, lane);
+      v[shard][0] = x[0] * both[shard].x, v[shard][1] = x[1] * both[shard].y;
+      v[shard][2] = x[2] * both[shard].z, v[shard][3] = x[3] * both[shard].w;
+    }
+    hadamard_128(v, lane);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] *= kHadamardScale;
+    for (int shard = 0; shard < 2; ++shard) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[shard][i] *= kHadamardScale;
       const int64_t place = int64_t{shard} * p.most_tiles + tile;
-      const float sum = store_image(p.image + place * tile_bytes, p.rows, block, row, lane, v);
+      const float sum =
+          store_image(p.image + place * tile_bytes, p.rows, block, row, lane, v[shard]);
       if (p.block_sums != nullptr) {
         const float whole = warp_sum(sum);
         if (lane == 0) p.block_sums[(place * p.rows + row) * blocks + block] = whole;
@@ -86,8 +96,13 @@ __global__ void __launch_bounds__(kThreads)
       const float4 u = __ldcg(reinterpret_cast<const float4*>(from + p.inner));
       const float gate[4] = {g.x, g.y, g.z, g.w}, up[4] = {u.x, u.y, u.z, u.w};
       const int64_t expert = __ldcg(p.routing.tile_expert + tile);
-      to_down_input(p.activation, block, lane, p.inner_begin, p.inner_end,
-                    p.next_suh + expert * p.inner, gate, up, v);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int channel = block * 128 + 4 * lane + i;
+        const bool counts = channel >= p.inner_begin && channel < p.inner_end;
+        v[i] = counts ? activate(p.activation, gate[i], up[i]) : 0.0f;
+      }
+      to_down_input(load_scales(p.next_suh + expert * p.inner + block * 128 + 4 * lane), lane, v);
     }
     const float sum = store_image(p.next_image + tile * tile_bytes, p.rows, block, row, lane, v);
     if (p.next_sums != nullptr) {
@@ -99,22 +114,38 @@ __global__ void __launch_bounds__(kThreads)
 
 // Four columns of one token a thread.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kCombineThreads)
     moe_combine_kernel(const __grid_constant__ MoeCombineParams p) {
   release_dependents();
   await_predecessors();
-  const int token = blockIdx.y, column = (blockIdx.x * kThreads + threadIdx.x) * 4;
+  const int token = blockIdx.y, column = (blockIdx.x * kCombineThreads + threadIdx.x) * 4;
   if (column >= p.n_out) return;
   float sum[4] = {};
-  for (int slot = 0; slot < p.top_k; ++slot) {
-    const int pair = token * p.top_k + slot;
-    if (local_expert(p.ids, p.wide_ids, p.map, pair, p.global_experts, p.experts) < 0) continue;
-    // Rows are as wide as the stored matrix, so four columns are there although fewer may count.
-    const float4 v =
-        __ldcg(reinterpret_cast<const float4*>(p.rows + int64_t{pair} * p.row_stride + column));
-    const float weight = p.weights == nullptr ? 1.0f : __ldg(p.weights + pair);
-    sum[0] = fmaf(weight, v.x, sum[0]), sum[1] = fmaf(weight, v.y, sum[1]);
-    sum[2] = fmaf(weight, v.z, sum[2]), sum[3] = fmaf(weight, v.w, sum[3]);
+  // Eight slots at a time: all places, then all rows are under way at once. Rows are as wide as the
+  // stored matrix, so four columns are there although fewer may count.
+  for (int slot = 0; slot < p.top_k; slot += 8) {
+    const int first = token * p.top_k + slot, count = min(8, p.top_k - slot);
+    bool live[8];
+    float weight[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      live[j] = j < count &&
+                local_expert(p.ids, p.wide_ids, p.map, first + j, p.global_experts, p.experts) >= 0;
+      weight[j] = j < count && p.weights != nullptr ? __ldg(p.weights + first + j) : 1.0f;
+    }
+    float4 v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (!live[j]) continue;
+      v[j] = __ldcg(
+          reinterpret_cast<const float4*>(p.rows + int64_t{first + j} * p.row_stride + column));
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (!live[j]) continue;
+      sum[0] = fmaf(weight[j], v[j].x, sum[0]), sum[1] = fmaf(weight[j], v[j].y, sum[1]);
+      sum[2] = fmaf(weight[j], v[j].z, sum[2]), sum[3] = fmaf(weight[j], v[j].w, sum[3]);
+    }
   }
   T* to = static_cast<T*>(p.out) + int64_t{token} * p.n_out + column;
 #pragma unroll
@@ -141,8 +172,9 @@ cudaError_t launch_moe_combine(const MoeCombineParams& params, bool dependent,
                                cudaStream_t stream) {
   auto* kernel = params.out_dtype == Dtype::kBfloat16 ? moe_combine_kernel<__nv_bfloat16>
                                                       : moe_combine_kernel<__half>;
-  const dim3 grid((params.n_out + 4 * kThreads - 1) / (4 * kThreads), params.tokens);
-  return launch_kernel(kernel, grid, kThreads, 0, dependent, stream, params);
+  constexpr int kColumns = 4 * kCombineThreads;
+  const dim3 grid((params.n_out + kColumns - 1) / kColumns, params.tokens);
+  return launch_kernel(kernel, grid, kCombineThreads, 0, dependent, stream, params);
 }
 
 }  // namespace exl3

@@ -180,7 +180,13 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
     gemm.next_image = workspace + w.next_image;
     gemm.next_sums = fast ? at(floats, w.next_sums) : nullptr;
     gemm.next_suh = call.w2_suh;
-    gemm.activation = a.activation;
+    // SiLU is gate * sigmoid(alpha gate); GELU by tanh is gate * sigmoid(2 sqrt(2 / pi) (gate +
+    // 0.044715 gate^3)).
+    const bool tanh = a.activation.kind == ActivationKind::kGeluTanh;
+    gemm.slope = tanh ? 1.5957691216057308f : a.activation.alpha;
+    gemm.cubic = tanh ? 1.5957691216057308f * 0.044715f : 0.0f;
+    gemm.beta = a.activation.beta;
+    gemm.limit = a.activation.limit;
     gemm.inner_begin = static_cast<int>(a.inner_begin);
     gemm.inner_end = static_cast<int>(a.inner_begin + a.inner_size);
     gemm.out = down ? at(floats, w.out) : at(floats, w.gate_up) + product.projection * a.inner;
@@ -244,7 +250,7 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   STD_TORCH_CHECK(w13_suh.is_cuda(), "exl3::moe: the weights must be on a CUDA device");
   const int device = w13_suh.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const MoeArguments a =
+  MoeArguments a =
       read_moe(x, topk_weights, topk_ids, expert_map, w13_trellis, w13_suh, w13_svh, w2_trellis,
                w2_suh, w2_svh, table, kinds, sizes, activation, alpha, beta, limit);
   for (const Tensor* t : {&w13_trellis, &w2_trellis, &w13_suh, &w13_svh, &w2_suh, &w2_svh}) {
@@ -252,6 +258,8 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
                     "exl3::moe: weights and scales must begin at a multiple of 16 bytes; clone "
                     "the view that does not");
   }
+  // GELU by erf is long code that the product's epilogue shall not carry along.
+  a.paired = a.paired && a.activation.kind != ActivationKind::kGelu;
   const DeviceFacts& facts = device_facts(device);
   const Dtype dtype = activation_dtype("exl3::moe", a.x);
   Tensor y = torch::stable::new_empty(a.x, {a.m, a.n_out});
@@ -288,7 +296,7 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   // Units of work are counted in 32 bits on the device.
   const int64_t units = most_tiles(shape, most, choice.rows) * (a.k / 16) * (a.inner / 64) +
                         most_tiles(shape, most, choice.rows) * (a.inner / 16) * (a.n / 128);
-  STD_TORCH_CHECK(units < (int64_t{1} << 31), "exl3::moe: ", most, " tokens of ", a.top_k,
+  STD_TORCH_CHECK(units < (int64_t{1} << 30), "exl3::moe: ", most, " tokens of ", a.top_k,
                   " experts of ", a.k, " x ", a.inner, " are too many at once");
   const Tensor workspace = torch::stable::new_empty(w13_trellis, {(w.total + 1) / 2});
   auto* data = static_cast<uint8_t*>(workspace.mutable_data_ptr());

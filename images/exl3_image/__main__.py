@@ -19,7 +19,7 @@ import json
 import os
 import sys
 
-from exl3_image import HOME, Refusal, about, cards
+from exl3_image import HOME, Refusal, about, cards, init
 
 PYTHON = str(HOME / "venv" / "bin" / "python")
 
@@ -75,6 +75,7 @@ def vllm(words: list[str]) -> int:
 
     if words[:1] != ["serve"] or any(word.startswith(("-h", "--help")) for word in words):
         hand_over([str(serving.VLLM), *words])
+    init.hold()
     build = about.build()
     return serving.run(serving.plain(words), build, cards.look())
 
@@ -92,6 +93,7 @@ def serve(words: list[str]) -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--print", action="store_true", help="check, say what would run, and end")
     options = parser.parse_args(words)
+    init.hold()
     build, sight = about.build(), cards.look()
     if build["flavour"] != "cpu":
         # The card comes first: a wrong one makes every other question moot.

@@ -125,8 +125,15 @@ def model(folder: Path) -> dict:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise Refusal(f"{folder} holds no model: config.json cannot be read ({error}).") from None
-    if not list(folder.glob("*.safetensors")):
+    weights = list(folder.glob("*.safetensors"))
+    if not weights:
         raise Refusal(f"{folder} holds no weights: it has config.json and no *.safetensors.")
+    for file in weights:
+        if not os.access(file, os.R_OK):
+            raise Refusal(
+                f"{file} cannot be read by UID {os.getuid()}, GID {os.getgid()}: the store's files "
+                "must be readable by the user of the container (chmod -R a+rX)."
+            )
     return config
 
 

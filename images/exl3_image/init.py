@@ -18,11 +18,19 @@ import sys
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
 
 
+def hold() -> list[signal.Signals]:
+    """Let signals wait, also across exec: process 1 loses those that it has no handler for.
+
+    Returns the signals that are passed on once there is a server.
+    """
+    wanted = [getattr(signal, name) for name in PASSED]
+    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    return wanted
+
+
 def main(argv: list[str]) -> int:
     """Run a program; returns its exit status, 128 + n where signal n ended it."""
-    wanted = [getattr(signal, name) for name in PASSED]
-    # Until the child exists nothing may be lost, so signals wait.
-    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    wanted = hold()
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)

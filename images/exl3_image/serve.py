@@ -116,6 +116,11 @@ def from_recipe(options: argparse.Namespace, build: dict, sight: cards.Sight) ->
         made = planner.plan_here(loaded, instance, host_facts.collect())
     except HostError as error:
         raise Refusal(str(error)) from None
+    except PermissionError as error:
+        raise Refusal(
+            f"{error.filename} cannot be read by UID {os.getuid()}, GID {os.getgid()}: the store's "
+            "files must be readable by the user of the container (chmod -R a+rX)."
+        ) from None
     # The store is elsewhere on the host; in here only its models are mounted.
     outside = made["model"]["dir"]
     inside = str(inside_models(loaded, outside))

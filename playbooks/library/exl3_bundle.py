@@ -25,6 +25,7 @@ options:
   venv: {type: path, required: true, description: "The venv (made)."}
   wheels: {type: bool, default: true, description: "Put wheels into the bundle (made)."}
   images: {type: bool, default: true, description: "Save or load images."}
+  docker_host: {type: str, default: "", description: "Address of the engine; empty: its own."}
 """
 
 EXAMPLES = """
@@ -61,6 +62,8 @@ def made(given: dict, is_check: bool) -> tuple[bool, list[str]]:
     command += ["--wheels" if given["wheels"] else "--no-wheels"]
     command += ["--images" if given["images"] else "--no-images"]
     env = {**os.environ, "PYTHONPATH": str(Path(given["checkout"]) / "playbooks/module_utils")}
+    if given["docker_host"]:
+        env["DOCKER_HOST"] = given["docker_host"]
     done = subprocess.run(command, cwd=given["checkout"], env=env, capture_output=True, text=True)
     try:
         answer = json.loads(done.stdout)
@@ -86,6 +89,7 @@ def main() -> None:
             "venv": {"type": "path", "required": True},
             "wheels": {"type": "bool", "default": True},
             "images": {"type": "bool", "default": True},
+            "docker_host": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
@@ -100,7 +104,9 @@ def main() -> None:
                 raise HostError(f"the bundle {folder} is damaged: {'; '.join(wrong[:5])}.")
             changed, steps = False, ["every file verified"]
         else:
-            docker = ("docker",) if given["images"] and bundle.read(folder)["images"] else None
+            host = given["docker_host"]
+            command = ("docker", "-H", host) if host else ("docker",)
+            docker = command if given["images"] and bundle.read(folder)["images"] else None
             changed, steps = bundle.unpack(
                 folder, Path(given["store"]), module.check_mode, docker=docker
             )

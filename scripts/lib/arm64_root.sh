@@ -21,7 +21,7 @@ dir=$(realpath -m "$2")
 shift 2
 # All by name, because pip would take the markers of x86_64 and bring CUDA along.
 wheels=(torch==2.10.0 numpy==2.3.5 safetensors==0.6.2 pytest==9.2.0
-  filelock fsspec iniconfig jinja2 markupsafe mpmath networkx packaging pluggy pygments sympy
+  pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection filelock fsspec iniconfig jinja2 markupsafe mpmath networkx packaging pluggy pygments sympy
   typing-extensions)
 [ "$(id -u)" -eq 0 ] || die "an emulated root needs root"
 

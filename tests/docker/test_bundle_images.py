@@ -33,7 +33,7 @@ def test_images_travel_in_a_bundle(docker: list[str], tmp_path: Path) -> None:
     image_id = make_image(docker, name, b"one")
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("name: tiny\n")
-    contents = bundle.Contents((recipe,), (), images=(name,), docker=tuple(docker))
+    contents = bundle.Contents((recipe,), (), images=((name, image_id),), docker=tuple(docker))
     out = tmp_path / "bundle"
     made = bundle.make(contents, out, Path(sys.executable))
     assert made["images"] == [
@@ -52,9 +52,16 @@ def test_images_travel_in_a_bundle(docker: list[str], tmp_path: Path) -> None:
     # Another image under the name: the bundle's one takes its place.
     make_image(docker, name, b"two")
     assert bundle.unpack(out, tmp_path / "store", docker=tuple(docker)) == (True, steps)
+    with pytest.raises(HostError, match=r"the recipe pins exl3-bundled:1 at sha256:0000"):
+        pinned = ((name, f"sha256:{'0' * 64}"),)
+        bundle.make(
+            bundle.Contents((recipe,), (), images=pinned, docker=tuple(docker)),
+            tmp_path / "wrong",
+            Path(sys.executable),
+        )
     with pytest.raises(HostError, match="No such image"):
         bundle.make(
-            bundle.Contents((recipe,), (), images=("absent:1",), docker=tuple(docker)),
+            bundle.Contents((recipe,), (), images=(("absent:1", None),), docker=tuple(docker)),
             tmp_path / "other",
             Path(sys.executable),
         )
@@ -74,7 +81,7 @@ def test_a_recipe_is_pinned_to_the_image_of_the_engine(
         "    memory: {max_model_len: 256, kv_cache_gib: 1}\n"
         "health: {ready_timeout_s: 60, smoke: {prompt: hello, max_tokens: 4}}\n"
     )
-    command = [sys.executable, "-m", "exl3_host.cli", "recipe", "lock", str(recipe), "--image"]
+    command = [sys.executable, "-m", "exl3_host.cli", "recipe", "lock", str(recipe), "--image-id"]
     done = subprocess.run(
         command,
         capture_output=True,

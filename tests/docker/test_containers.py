@@ -249,6 +249,38 @@ def test_without_rehearsal_the_old_one_comes_back(store, make_plan, client, dock
     assert names(client, "running") == [old] == names(client)
 
 
+def interrupted(store, make_plan, options):
+    """A replacement that was killed when the new server, which answers nonsense, had begun."""
+    service.ensure(make_plan(), store, options)
+    paths = spec.Paths(store, "small")
+    spec.write_json(paths.pending, spec.read_json(paths.spec))
+    service.halt(paths)
+    nonsense = make_plan("--answer", "Rome", image="b")
+    service.launch(spec.make_spec(nonsense, store, "supervisor", options.docker_host), paths)
+    until(lambda: look(store).state == "serving")
+    return nonsense
+
+
+def test_an_interrupted_upgrade_that_turns_out_broken_is_taken_back(
+    store, make_plan, options, client
+):
+    nonsense = interrupted(store, make_plan, options)
+    with pytest.raises(HostError, match="it says 'Rome'") as caught:
+        service.ensure(nonsense, store, options)
+    assert "previous server was started again and serves" in caught.value.fix
+    assert len(names(client)) == 1 and not service.ensure(make_plan(), store, options).changed
+
+
+def test_another_broken_one_after_an_interrupted_upgrade_goes_back_too(
+    store, make_plan, options, client
+):
+    interrupted(store, make_plan, options)
+    with pytest.raises(HostError, match="did not pass its rehearsal") as caught:
+        service.ensure(make_plan("--answer", "Oslo", image="b"), store, options)
+    assert "previous server was started again and serves" in caught.value.fix
+    assert not service.ensure(make_plan(), store, options).changed
+
+
 def test_no_rehearsal_where_there_is_no_room(store, make_plan, options):
     service.ensure(make_plan(), store, options)
     full = {"ok": True, "needed_gib": 4.0, "available_gib": 4.0, "lines": []}

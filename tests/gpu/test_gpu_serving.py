@@ -7,9 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import stages
 from serving import FIXTURES, ORDER, PLANTED, complaints, find_cases, name_of
+
+from exl3_plugin.checkpoint import read_checkpoint
 
 CASES = [name_of(*case) for case in find_cases([FIXTURES], "")]
 NO_VLLM = "no vllm: serving on the GPU is not tested here"
@@ -61,3 +65,32 @@ def test_every_mode_and_dtype_is_among_the_cases():
 def test_a_result_that_is_off_is_a_complaint(change):
     assert complaints(GOOD, "float16") == []
     assert len(complaints(GOOD | change, "float16")) == 1
+
+
+def test_where_texts_part_and_how_clear_the_choice_was():
+    assert stages.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert stages.first_difference([1, 2, 3], [1, 4, 3]) == 1
+    best = {7: SimpleNamespace(logprob=-0.5), 3: SimpleNamespace(logprob=-1.25)}
+    assert stages.gap_at(SimpleNamespace(logprobs=[{}, best]), 1) == 0.75
+
+
+def test_prompts_differ_in_length_and_stay_inside_the_vocabulary():
+    prompts = stages.random_prompts(100)
+    assert len(prompts) == stages.PROMPTS and {len(p) for p in prompts} == set(range(3, 41))
+    assert all(3 <= token < 100 for prompt in prompts for token in prompt)
+    assert len({tuple(prompt) for prompt in prompts}) == stages.PROMPTS
+
+
+def test_loaded_bytes_are_compared_with_those_of_the_same_modules(tmp_path):
+    model = FIXTURES / "tiny-llama-mul1-2.5"
+    modules = read_checkpoint(model).modules
+    entries = [
+        {"module": "model.layers.0.mlp.up_proj"}, {"module": None}, {"module": "lm_head"},
+    ]  # fmt: skip
+    stored = modules["lm_head"].nbytes + modules["model.layers.0.mlp.up_proj"].nbytes
+    report = tmp_path / "report"
+    report.write_text(json.dumps({"bytes": {"exl3": stored, "head": stored}, "modules": entries}))
+    assert stages.loaded_share(model, report, 1)["loaded_share"] == 2
+    for rank in (0, 1):
+        (tmp_path / f"report.rank{rank}").write_text(report.read_text())
+    assert stages.loaded_share(model, report, 2)["loaded_share"] == 4

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import namespaces
 import pytest
 from exl3_host import bundle, manifest
 from exl3_host.errors import HostError
@@ -159,7 +160,7 @@ def test_wheels_that_cannot_be_had(recipe: Path, tmp_path: Path, monkeypatch) ->
 
 
 def test_an_engine_that_is_not_there(recipe: Path, tmp_path: Path) -> None:
-    contents = bundle.Contents((recipe,), (), images=("x",), docker=("/nowhere/docker",))
+    contents = bundle.Contents((recipe,), (), images=(("x", None),), docker=("/nowhere/docker",))
     with pytest.raises(HostError, match="/nowhere/docker cannot be run"):
         bundle.make(contents, tmp_path / "bundle", Path(sys.executable))
 
@@ -197,9 +198,7 @@ def test_the_commands(made: Path, checkout: Path, tmp_path: Path, model: Path) -
 
 def test_unpacking_needs_no_network(made: Path, checkout: Path, tmp_path: Path) -> None:
     """In a network namespace without any route, not even to this machine."""
-    namespace = ["unshare", "--user", "--map-root-user", "--net"]
-    if subprocess.run([*namespace, "true"], capture_output=True).returncode != 0:
-        pytest.skip("no network namespaces on this machine")
+    namespace = namespaces.prefix("net")
     home = tmp_path / "new"
     for words in (["bundle", "unpack", made], ["store", "verify"]):
         command = [sys.executable, "-m", "exl3_host.cli", *map(str, words), "--store", str(home)]

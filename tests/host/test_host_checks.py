@@ -212,10 +212,12 @@ def test_a_capture_holds_no_identifier(tmp_path: Path, fake_smi: Path) -> None: 
 
 
 def test_a_capture_that_leads_outside_is_refused(tmp_path: Path) -> None:
-    for name in ("/etc/passwd", "../x"):
+    # Never a file of the machine: without the check that is tested here it would be overwritten.
+    for name in (str(tmp_path / "outside"), "../outside"):
         body = {"schema": capture.SCHEMA, "files": {name: ""}, "links": {}, "commands": {}}
         with pytest.raises(HostError, match="leads outside"):
-            capture.unpack(body, tmp_path)
+            capture.unpack(body, tmp_path / "inside")
+    assert not (tmp_path / "outside").exists()
     with pytest.raises(HostError, match="no capture of a host"):
         capture.unpack({"schema": "x"}, tmp_path)
 

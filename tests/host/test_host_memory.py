@@ -422,12 +422,35 @@ def test_unified_memory_is_shared_with_the_host() -> None:
     assert kept["would_fit"][0] == "utilization: 0.73"
 
 
+def test_a_server_that_is_replaced_returns_its_share(checkout: Path, tmp_path: Path) -> None:
+    """A GB10 whose 0.75 is held by the running server: 102 GiB were free before it started."""
+    from exl3_host import fit_recipe
+    from exl3_host.recipe import load_recipe
+
+    loaded = load_recipe(checkout / "recipes/glm-5.3-flash-exl3-4bpw.yaml")
+    profile = loaded.recipe.profiles["dgx_spark_x2"]
+    total, free = int(121.69 * GIB), int((102 - 0.75 * 121.69) * GIB)
+    facts = {
+        "gpus": [{"compute_capability": "12.1", "memory_bytes": None, "uuid": "GPU-0"}],
+        "memory": {"total_bytes": total, "available_bytes": free},
+    }
+    refused = fit_recipe.verdict(loaded, profile, facts, None)
+    assert not refused["ok"] and "are to be had with 10 GiB for the host" in refused["reasons"][0]
+    assert fit_recipe.verdict(loaded, profile, facts, None, freed_gib=5.0)["ok"]
+
+
 def test_what_was_learned_replaces_the_estimate() -> None:
     verdict = ask(cost=None, learned_tokens=123_456, learned_from="learned from a start")
     assert verdict["ok"] and verdict["kv_tokens"] == [123_456, 123_456]
     short = ask(cost=None, learned_tokens=30_000)
     assert short["reasons"] == [
         "the KV cache holds at most 30,000 tokens and max_model_len is 32,768"
+    ]
+    # 30,000 tokens took 25.75 GiB: 32,768 take 28.13, which 0.93 of 100 GiB leave (28.75).
+    assert short["would_fit"][:3] == [
+        "max_model_len: 16384",
+        "kv_cache_dtype: fp8",
+        "utilization: 0.93",
     ]
 
 

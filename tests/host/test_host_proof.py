@@ -169,6 +169,16 @@ def test_shared_memory_by_node(tmp_path: Path) -> None:
     assert wrong["status"] == "failed" and wrong["found"] == "0.0% (node 1: 32 MiB)"
 
 
+def test_shared_memory_stands_in_for_page_counts(tmp_path: Path) -> None:
+    root = other_host(tmp_path, None, cpus="0-6")
+    for node, kb in ((0, 100), (1, 20000)):
+        write(root / f"sys/devices/system/node/node{node}/meminfo", f"Node {node} Shmem: {kb} kB\n")
+    answer = proof.prove(pin("0-6", mems="0"), 10, root, shmem_before={0: 0, 1: 0})
+    assert answer["shmem_by_node"] == {0: 102400, 1: 20480000}
+    assert not answer["ok"]
+    assert checks(answer)["shmem"] == "failed" and checks(answer)["pages"] == "unknown"
+
+
 def test_on_the_command_line(server, tmp_path: Path) -> None:
     cpu = min(os.sched_getaffinity(0))
     pid = server({cpu})

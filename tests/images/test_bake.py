@@ -40,7 +40,7 @@ def test_targets(targets):
 def test_every_argument_is_declared_on_both_sides(targets, dockerfile):
     declared = set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
     given = {name for target in targets.values() for name in target["args"]}
-    assert given - declared == {"GLIBC"}  # read from versions.json by scripts/build-wheel
+    assert given <= declared
     own = {"TARGETARCH", "EXTRA_PACKAGES", "EXTRAS"}
     assert declared - given == own
 
@@ -115,6 +115,19 @@ def test_commands_are_printed(checkout):
             [checkout / "scripts/build-images", "--print", *words], capture_output=True, text=True
         )
         assert done.returncode == 1 and said in done.stderr
+
+
+def test_environment_for_bake(checkout):
+    """`eval "$(scripts/build-images --environment)"`: what a shell then knows."""
+    script = 'eval "$(scripts/build-images --environment)"; echo "$PLUGIN $SOURCE_HASH $CREATED"'
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=checkout, capture_output=True, text=True, check=True
+    )
+    plugin, digest, created = done.stdout.split()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", plugin) and re.fullmatch("[0-9a-f]{64}", digest)
+    assert created.endswith("Z")
+    declared = json.loads((checkout / "images/versions.json").read_text())["variable"]
+    assert set(images.environment()) <= set(declared)
 
 
 def test_source_hash_is_the_one_that_is_compiled_in(checkout, tmp_path):

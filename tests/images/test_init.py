@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -64,15 +65,14 @@ def test_as_process_one_it_stops_a_deaf_program_and_reaps_orphans(init):
     """In a PID namespace: the child has no handler for SIGTERM, and leaves an orphan behind."""
     if os.getuid() != 0:
         pytest.skip("a PID namespace needs root")
-    script = "(sh -c 'sleep 0.2 & exit 0'); sleep 0.6; ps -o stat= -A | grep -c Z; exec sleep 60"
+    zombies = "grep -c '^State:.Z' /proc/*/status | grep -c ':1$'"
+    script = f"(sh -c 'sleep 0.2 & exit 0'); sleep 0.6; {zombies}; exec sleep 60"
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with subprocess.Popen(
         [*command, *init, "/bin/sh", "-c", script], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout.readline() == "0\n"
-        (child,) = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-        ).stdout.split()
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         time.sleep(0.2)
         os.kill(int(child), signal.SIGTERM)
         assert process.wait(10) == 128 + signal.SIGTERM
@@ -107,3 +107,15 @@ def test_health(checkout, tmp_path):
     server.server_close()
     done = check()
     assert done.returncode == 1 and "does not answer" in done.stdout
+
+
+def test_a_signal_that_comes_too_early_is_not_lost(init, checkout):
+    """Held by the entry point, it waits across exec and reaches the server."""
+    code = (
+        "import os, signal, sys; from exl3_image import init; init.hold();"
+        "os.kill(os.getpid(), signal.SIGTERM);"
+        f"os.execv(sys.executable, {[*init, '/bin/sleep', '60']!r})"
+    )
+    env = {"PYTHONPATH": str(checkout / "images"), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=20)
+    assert done.returncode == 128 + signal.SIGTERM

@@ -130,6 +130,18 @@ def test_store_without_the_model(home):
     assert "no *.safetensors" in home.refusal("vllm", "serve", str(folder))
 
 
+def test_weights_that_the_user_may_not_read(home, monkeypatch):
+    """Root may read everything, so the answer of the system is replaced."""
+    import os
+
+    from exl3_image import Refusal, checks
+
+    folder = home.model()
+    monkeypatch.setattr(os, "access", lambda path, how: False)
+    with pytest.raises(Refusal, match=r"model\.safetensors cannot be read by UID \d+.*a\+rX"):
+        checks.model(folder)
+
+
 def test_shared_memory_too_small_for_ranks(tmp_path, monkeypatch):
     """The size is the file system's; test_cpu_image.py has a container with a really small one."""
     import os

@@ -72,6 +72,8 @@ def test_what_runs_on_a_host_needs_the_standard_library_alone():
     carried += ["containers", "runner", "rehearsal", "releases", "refusals", "seccomp", "gpu_use"]
     carried += ["fetch", "manifest", "lock", "learned", "kv", "headers", "bundle", "fit"]
     carried += ["commands", "keys", "links", "metrics", "nccl", "nodes", "peers", "rank_guard"]
+    carried += ["facts", "commands", "nvml", "pci", "gpus", "topo_matrix", "numa", "choice"]
+    carried += ["gpupin", "measure", "proof", "checks", "topology"]
     for name in carried:
         tree = ast.parse((PLAYBOOKS / "module_utils" / "exl3_host" / f"{name}.py").read_text())
         for node in ast.walk(tree):

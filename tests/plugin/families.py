@@ -308,9 +308,9 @@ def build(name: str, root: Path, seed: int = 0) -> Path:
     twin = folder / "twin"
     twin.mkdir()
     weights = decoded_tensors(load_file(source / "model.safetensors"), folder / "model")
-    save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
     if family.tied:
         del weights["lm_head.weight"]
+    save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
     said = {"tie_word_embeddings": family.tied, "dtype": "float32"}
     config = json.loads((source / "config.json").read_text()) | said
     if "text_config" in config:

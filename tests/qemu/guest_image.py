@@ -116,7 +116,7 @@ def build(folder: Path) -> Path:
     return image
 
 
-def run(folder: Path, timeout_s: float = 240) -> dict:
+def run(folder: Path, timeout_s: float = 480) -> dict:
     """Boot, let the script run, power off; what the script found."""
     image = build(folder)
     console, answer = folder / "console.txt", folder / "answer.json"

@@ -125,7 +125,7 @@ def test_a_pin_that_holds_is_proved(guest: dict, name: str) -> None:
     ("name", "checks"),
     [
         # Not restricted at all, and restricted to the wrong node.
-        ("free", {"cpus", "mems", "pages-anonymous"}),
+        ("free", {"cpus", "mems"}),
         ("other", {"cpus", "mems", "pages-anonymous"}),
         # Its own memory is right; the segment it maps was filled on the other node before.
         ("late", {"pages-shared"}),
@@ -134,7 +134,7 @@ def test_a_pin_that_holds_is_proved(guest: dict, name: str) -> None:
         # vLLM started without numactl binds nothing and says nothing.
         ("ranks_unbound", {"ranks-node0", "ranks-node1"}),
         ("ranks_wrong", {"ranks-node0"}),
-        ("native_unbound", {"cpus", "mems", "pages-anonymous"}),
+        ("native_unbound", {"cpus", "mems"}),
         # One thread of a process that is otherwise in place.
         ("native_stray", {"cpus"}),
         ("gone", {"processes"}),
@@ -143,7 +143,11 @@ def test_a_pin_that_holds_is_proved(guest: dict, name: str) -> None:
 def test_a_planted_wrong_pin_is_found(guest: dict, name: str, checks: set[str]) -> None:
     proof = guest["proofs"][name]
     assert not proof["ok"]
-    assert failed(proof) == checks, proof
+    found = failed(proof)
+    if name in ("free", "native_unbound"):
+        # Nobody holds it anywhere, so its pages may be on the right node by chance.
+        found.discard("pages-anonymous")
+    assert found == checks, proof
 
 
 def test_shared_memory_grows_where_the_writer_runs(guest: dict) -> None:

@@ -35,14 +35,16 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into a bundle. models: finished folders of a store; images: names the engine has.
+    """What goes into a bundle.
 
-    requirements: pip requirements, or files of them, to fetch with everything they need.
+    models: finished folders of a store. images: (name, pinned digest) as the engine has them; a
+    loaded image is found by its id, so the digest has to be that. requirements: pip requirements,
+    or files of them, to fetch with everything they need.
     """
 
     recipes: tuple[Path, ...]
     models: tuple[Path, ...]
-    images: tuple[str, ...] = ()
+    images: tuple[tuple[str, str | None], ...] = ()
     requirements: tuple[str, ...] = ()
     find_links: tuple[str, ...] = ()
     docker: tuple[str, ...] = field(default=("docker",))
@@ -77,7 +79,7 @@ def _make(contents: Contents, out: Path, python: Path, tell: Tell) -> dict:
     if contents.requirements:
         tell("fetching wheels")
         _download(contents, out / "wheels", python)
-    images = [_save(contents.docker, name, out / "images", tell) for name in contents.images]
+    images = [_save(contents.docker, *one, out / "images", tell) for one in contents.images]
     tell("writing the manifest")
     files = {}
     for path in _files(out):
@@ -152,9 +154,14 @@ def _docker(docker: Iterable[str], *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _save(docker: Iterable[str], name: str, folder: Path, tell: Tell) -> dict:
+def _save(docker: Iterable[str], name: str, pinned: str | None, folder: Path, tell: Tell) -> dict:
     tell(f"saving image {name}")
     image_id = _docker(docker, "image", "inspect", "--format", "{{.Id}}", name)
+    if pinned is not None and pinned != image_id:
+        raise HostError(
+            f"the recipe pins {name} at {pinned[:19]}..., the engine has {image_id[:19]}....",
+            "A loaded image is found by its id: exl3ctl recipe lock NAME --image-id",
+        )
     archive = folder / (name.replace("/", "_").replace(":", "_").replace("@", "_") + ".tar")
     _docker(docker, "save", "--output", str(archive), name)
     return {"name": name, "id": image_id, "archive": f"images/{archive.name}"}

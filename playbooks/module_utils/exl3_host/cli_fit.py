@@ -75,6 +75,7 @@ def fit_command(
                 store=home,
                 max_model_len=max_model_len,
                 key=key,
+                freed_gib=freed_gib,
             )
             if verdict is None:
                 raise HostError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -122,6 +123,22 @@ def _requirements(loaded: list[LoadedRecipe], given: list[str] | None) -> tuple[
     return tuple(out)
 
 
+def _in_container(loaded: LoadedRecipe) -> bool:
+    return loaded.recipe.runtime == "docker" and loaded.recipe.image is not None
+
+
+def _image(loaded: LoadedRecipe) -> tuple[str, str | None]:
+    """Name and pinned digest of a recipe's image for this processor. Raises HostError."""
+    image, arm = loaded.recipe.image, platform.machine() in ("aarch64", "arm64")
+    digest = image.digests.arm64 if arm else image.digests.amd64
+    if digest is None or digest == lock.UNPINNED_DIGEST:
+        raise HostError(
+            f"The image of {loaded.recipe.name} is not pinned for this processor.",
+            f"Run exl3ctl recipe lock {loaded.recipe.name} --image-id first, or --no-images.",
+        )
+    return image.name, digest
+
+
 @bundle_app.command("plan")
 def bundle_plan(recipes: Recipes, home: StoreOption = None, as_json: JsonFlag = False) -> None:
     """What a bundle of these recipes would hold, and what has to be fetched for it."""
@@ -138,7 +155,7 @@ def bundle_plan(recipes: Recipes, home: StoreOption = None, as_json: JsonFlag = 
             lines.append(
                 f"model {request.folder.name}: {said}, {'in the store' if there else 'to fetch'}"
             )
-            if one.recipe.runtime == "docker" and one.recipe.image is not None:
+            if _in_container(one):
                 images.append(one.recipe.image.name)
         lines += [f"image {name}" for name in sorted(set(images))]
         lines += [f"wheels of {r}" for r in _requirements(loaded, None)]
@@ -181,20 +198,16 @@ def bundle_make(
             store.ensure(request, tell=tell)
             if request.folder not in folders:
                 folders.append(request.folder)
-        named = {
-            one.recipe.image.name
-            for one in loaded
-            if images and one.recipe.runtime == "docker" and one.recipe.image is not None
-        }
-        if named and shutil.which("docker") is None:
+        pinned = sorted({_image(one) for one in loaded if images and _in_container(one)})
+        if pinned and shutil.which("docker") is None:
             raise HostError(
-                f"There is no docker here to save {', '.join(sorted(named))} with.",
+                f"There is no docker here to save {', '.join(name for name, _ in pinned)} with.",
                 "Install it, or leave images out: --no-images.",
             )
         contents = bundle.Contents(
             recipes=tuple(one.path for one in loaded),
             models=tuple(folders),
-            images=tuple(sorted(named)),
+            images=tuple(pinned),
             requirements=_requirements(loaded, requirement) if wheels else (),
             find_links=tuple(find_links or ()),
         )

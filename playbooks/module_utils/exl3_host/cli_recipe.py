@@ -178,6 +178,9 @@ def recipe_lock(
     image: Annotated[
         bool, typer.Option("--image", help="Pin the digest of the image in the local engine.")
     ] = False,
+    image_id: Annotated[
+        bool, typer.Option("--image-id", help="Pin its id, for hosts without network.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; 1 if anything is new.")] = (
         False
     ),
@@ -197,8 +200,8 @@ def recipe_lock(
             values["model", "revision"] = found["source"]["revision"]
         values["model", "file_lock"] = path.name.removesuffix(".yaml") + lock.SUFFIX
         values["model", "weights_bytes"] = found["model"]["weights_bytes"]
-        if image:
-            values |= _image_digest(read_document(text, str(path)).data)
+        if image or image_id:
+            values |= _image_digest(read_document(text, str(path)).data, image_id)
         after = recipe_edit.set_values(text, values)
         lock_path = path.with_name(values["model", "file_lock"])
         before = lock_path.read_text(encoding="utf-8") if lock_path.is_file() else ""
@@ -274,8 +277,8 @@ def _teller():
     return lambda text: print(text, file=sys.stderr)
 
 
-def _image_digest(data: dict) -> dict:
-    """The digest of the image as the local engine has it, for the local platform."""
+def _image_digest(data: dict, by_id: bool) -> dict:
+    """The digest of the image as the local engine has it, or its id, for the local platform."""
     name = (data.get("image") or {}).get("name")
     if not name:
         raise HostError("The recipe names no image.", "Add image: {name, digests}.")
@@ -289,7 +292,7 @@ def _image_digest(data: dict) -> dict:
     found = json.loads(done.stdout)
     digests = [d.rpartition("@")[2] for d in found.get("RepoDigests") or []]
     platform = f"linux/{found['Architecture']}"
-    return {("image", "digests", platform): digests[0] if digests else found["Id"]}
+    return {("image", "digests", platform): digests[0] if digests and not by_id else found["Id"]}
 
 
 def register(app: typer.Typer) -> None:

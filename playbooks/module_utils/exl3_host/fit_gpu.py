@@ -95,8 +95,7 @@ def check(request: GpuRequest) -> dict:
     vllm = overhead(request)
     source = "from the recipe" if request.overhead_gib is not None else "estimated"
     lines.append(f"vLLM itself {_span(vllm)} GiB per rank ({source})")
-    weights = request.weights or (0.0, 0.0)
-    pool = (budget - weights[1] - vllm[1], budget - weights[0] - vllm[0])
+    weights, pool = request.weights or (0.0, 0.0), _pool(request)
     lines.append(f"left for the KV cache {_span(pool)} GiB per rank")
     tokens = _tokens(request, pool, lines)
     if pool[1] <= 0:
@@ -129,6 +128,13 @@ def check(request: GpuRequest) -> dict:
         "would_fit": _suggest(request) if reasons else [],
         "kv_tokens": None if tokens is None else list(tokens),
     }
+
+
+def _pool(request: GpuRequest) -> tuple[float, float]:
+    """(least, most) GiB that are left for the KV cache of one rank."""
+    budget = request.utilization * request.total_gib
+    weights, vllm = request.weights or (0.0, 0.0), overhead(request)
+    return budget - weights[1] - vllm[1], budget - weights[0] - vllm[0]
 
 
 def _free_enough(request: GpuRequest, budget: float, lines: list[str]) -> list[str]:
@@ -171,6 +177,10 @@ def _tokens(
 def _suggest(request: GpuRequest) -> list[str]:
     """Changes that would make it fit, the mildest first; each one was tried."""
     base = replace(request, learned_tokens=None)
+    if request.learned_tokens is not None and (room := _pool(request)[1]) > 0:
+        # What a start showed holds for the changes as well.
+        each = room * GIB / request.learned_tokens
+        base = replace(base, cost=KvCost((each, each), (0.0, 0.0), {}))
     out = []
     if request.available_gib is not None and request.utilization * request.total_gib > (
         room := request.available_gib - request.reserve_gib
@@ -183,7 +193,7 @@ def _suggest(request: GpuRequest) -> list[str]:
         if _good(replace(base, max_model_len=halved, min_kv_tokens=0)):
             out.append(f"max_model_len: {halved}" + _and_min(request, halved))
             break
-    cost = request.cost
+    cost = base.cost
     if request.kv_dtype in ("auto", "bf16") and cost is not None:
         half = replace(cost, token=(cost.token[0] / 2, cost.token[1] / 2))
         if _good(replace(base, cost=half, kv_dtype="fp8")):
@@ -232,8 +242,7 @@ def _good(request: GpuRequest) -> bool:
     budget = request.utilization * request.total_gib
     if _free_enough(request, budget, []):
         return False
-    weights, vllm = request.weights or (0.0, 0.0), overhead(request)
-    pool = (budget - weights[1] - vllm[1], budget - weights[0] - vllm[0])
+    pool = _pool(request)
     if pool[1] <= 0:
         return False
     tokens = _tokens(request, pool, [])

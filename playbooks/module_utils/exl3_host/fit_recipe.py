@@ -1,7 +1,7 @@
 """Fit of a recipe's GPU profile: what is known is put together, best source first.
 
-weights   a model that lies here, the lock, the figures of an earlier start, the profile's
-          rank_weights_gib, model.weights_bytes
+weights   an earlier start, the profile's rank_weights_gib, headers of a model that lies here, the
+          lock, model.weights_bytes
 tokens    an earlier start of the same configuration, one of another length, config.json, the
           profile's kv_bytes_per_token
 memory    the GPUs of this host where they match, else recipes/profiles/hardware.yaml
@@ -68,8 +68,13 @@ def request(
     store: Path | None = None,
     max_model_len: int | None = None,
     key: dict | None = None,
+    freed_gib: float = 0.0,
 ) -> fit_gpu.GpuRequest:
-    """What `fit_gpu.check` is asked. `key`: see `learned.key_of`, for figures of earlier starts."""
+    """What `fit_gpu.check` is asked.
+
+    key: see `learned.key_of`, for figures of earlier starts. freed_gib: above 0 where a running
+    server of this instance is about to be replaced.
+    """
     tp, pp, limits = profile.parallel.tp, profile.parallel.pp, profile.memory
     length = max_model_len or limits.max_model_len
     args = {**loaded.recipe.serve.args, **profile.args}
@@ -112,12 +117,24 @@ def request(
         min_kv_tokens=limits.min_kv_tokens or 0,
         overhead_gib=limits.overhead_gib,
         batched_tokens=batched,
-        available_gib=memory.available_gib,
+        available_gib=_available(memory, limits.utilization, freed_gib),
         reserve_gib=limits.host_reserve_gib or 0.0,
         unified=profile.match.unified_memory,
         learned_tokens=tokens,
         learned_from=learned_from,
     )
+
+
+def _available(memory: Memory, utilization: float, freed_gib: float) -> float | None:
+    """MemAvailable once a running server has stopped.
+
+    What a GPU took of unified memory is no part of a process's resident size, so the server that
+    is replaced is taken to hold its share.
+    """
+    if memory.available_gib is None or freed_gib <= 0:
+        return memory.available_gib
+    returned = max(freed_gib, utilization * memory.total_gib)
+    return min(memory.total_gib, memory.available_gib + returned)
 
 
 def key_of_profile(
@@ -173,6 +190,9 @@ def _model_facts(loaded: LoadedRecipe, model_dir: Path | None) -> tuple[dict, ob
     lock = lock_beside(loaded.path)
     if lock is None:
         return {}, None
+    if loaded.recipe.model.quantize is not None:
+        # The lock is of the source; what is made of it is smaller.
+        return lock["model"]["config"], None
     return lock["model"]["config"], (headers.Weights(lock["model"]["classes"]), "the lock")
 
 

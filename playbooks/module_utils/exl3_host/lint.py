@@ -16,7 +16,7 @@ from .hardware import Hardware, load_hardware
 from .lock import UNPINNED, UNPINNED_DIGEST, lock_beside
 from .recipe import LoadedRecipe, load_recipe
 from .schema import CpuProfile, GpuProfile, profile_tag
-from .yamltext import Document, dotted, read_document
+from .yamltext import dotted, read_document
 
 Found = tuple[tuple, str, str]
 
@@ -93,13 +93,9 @@ def lint(loaded: LoadedRecipe, context: Context) -> tuple[list[Problem], list[st
     document = read_document(loaded.path.read_text(encoding="utf-8"), str(loaded.path))
     problems, notes = [], []
     for path, message, fix in _problems(loaded, context, notes):
-        line, column = document.place(path, prefer_key=_is_key(document, path))
+        line, column = document.place(path, prefer_key=path in document.key_places)
         problems.append(Problem(document.file, line, column, dotted(path), message, fix))
     return problems, [f"{loaded.recipe.name}: {note}" for note in notes]
-
-
-def _is_key(document: Document, path: tuple) -> bool:
-    return path in document.key_places
 
 
 def _problems(loaded: LoadedRecipe, context: Context, notes: list[str]) -> Iterator[Found]:
@@ -110,7 +106,7 @@ def _problems(loaded: LoadedRecipe, context: Context, notes: list[str]) -> Itera
     except HostError as error:
         yield ("model",), error.message, error.fix
         return
-    yield from _lock(loaded, lock, notes)
+    yield from _lock(loaded, lock)
     for name, profile in recipe.profiles.items():
         yield from _arguments(loaded, name, profile, context, notes)
         yield from _length(loaded, name, profile, lock)
@@ -142,14 +138,14 @@ def _model(loaded: LoadedRecipe, notes: list[str]) -> Iterator[Found]:
             )
 
 
-def _lock(loaded: LoadedRecipe, lock: dict | None, notes: list[str]) -> Iterator[Found]:
+def _lock(loaded: LoadedRecipe, lock: dict | None) -> Iterator[Found]:
     model = loaded.recipe.model
     beside = f"{loaded.recipe.name}.files.json"
     if model.file_lock is not None and model.file_lock != beside:
         yield (
             ("model", "file_lock"),
             f"'{model.file_lock}' belongs to another recipe.",
-            (f"Write file_lock: {beside}."),
+            f"Write file_lock: {beside}.",
         )
     if lock is None:
         if model.file_lock is not None:
@@ -195,7 +191,6 @@ def _arguments(
         if note not in notes:
             notes.append(note)
         return
-    shown: set[str] = set()
     for where, args in (
         (("serve", "args"), loaded.recipe.serve.args),
         (("profiles", name, "args"), profile.args),
@@ -206,10 +201,9 @@ def _arguments(
             # What stands in serve.args is told once, not once for each profile.
             if found and (where[0] == "profiles" or first):
                 yield (*where, key), *found
-            entry = listed["arguments"].get(key, {})
-            if entry.get("deprecated") and key not in shown:
-                notes.append(f"vLLM {listed['vllm']} calls '{key}' deprecated")
-            shown.add(key)
+            note = f"vLLM {listed['vllm']} calls '{key}' deprecated"
+            if listed["arguments"].get(key, {}).get("deprecated") and note not in notes:
+                notes.append(note)
 
 
 def _length(
@@ -220,6 +214,9 @@ def _length(
     if model.min_context is not None and length < model.min_context:
         yield where, f"{length} is below model.min_context, {model.min_context}.", "Raise it."
     longest = lock["model"]["config"].get("max_position_embeddings") if lock else None
+    if {"hf-overrides", "rope-scaling"} & ({*loaded.recipe.serve.args} | {*profile.args}):
+        # Stretched positions are the recipe's own business.
+        longest = None
     if longest is not None and length > longest:
         yield where, f"{length} is above what the model was made for, {longest}.", "Lower it."
 

@@ -109,7 +109,7 @@ def decide(
         settings=settings,
         args=args,
         env=env,
-        fit=_fit(loaded, profile_id, profile, facts, known, max_model_len),
+        fit=_fit(loaded, profile_id, profile, facts, known, max_model_len, instance.freed_gib),
         vllm=VLLM,
         warnings=[*pin.warnings, *verdict.warnings],
     )
@@ -192,6 +192,7 @@ def _fit(
     facts: dict,
     known: Known,
     max_model_len: int,
+    freed_gib: float,
 ) -> dict:
     key = None
     if known.model_dir is not None:
@@ -205,6 +206,7 @@ def _fit(
         store=known.store,
         max_model_len=max_model_len,
         key=key,
+        freed_gib=freed_gib,
     )
     if verdict is not None:
         return verdict

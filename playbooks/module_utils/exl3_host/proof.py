@@ -25,15 +25,19 @@ RESTART = "Restart the server: memory that is placed already stays where it is."
 _SHARED = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV", "/run/shm/")
 
 
-def prove(pin: dict, pid: int, root: str | Path = "/") -> dict:
+def prove(
+    pin: dict, pid: int, root: str | Path = "/", shmem_before: dict[int, int] | None = None
+) -> dict:
     """Hold a process tree against a plan's `pin` (of CPUs or of GPUs).
 
-    {"ok", "pid", "checks": [{"id", "status", "found", "expected", "fix"}], "processes": [...]}.
+    {"ok", "pid", "checks": [{"id", "status", "found", "expected", "fix"}], "processes": [...],
+    "shmem_by_node"}.
     `ok` is true when no check failed; `status` is ok, failed or unknown. The checks: `processes`
     (there are some), `cpus` (no thread may run outside pin.cpus), `cpuset` (a container's first
     process may use all of them), `mems`, `ranks-nodeN` (per-rank mode: as many processes as ranks
     are bound to that node) and `pages-nodeN` (their memory is there), `pages-anonymous` and
-    `pages-shared` (all memory is on the planned nodes).
+    `pages-shared` (all memory is on the planned nodes); with `shmem_before`, what shmem_by_node
+    said before the start, also `shmem`, which needs no right to read numa_maps.
     """
     root = Path(root)
     pids = procs.tree(pid, str(root / "proc"))
@@ -52,6 +56,9 @@ def prove(pin: dict, pid: int, root: str | Path = "/") -> dict:
         checks += _mem_checks(pin, people, nodes)
         checks += _rank_checks(root, pin, people, online)
         checks += _page_checks(pin, people)
+    shmem = shmem_by_node(root)
+    if shmem_before is not None and pin["mode"] != "none" and pin["mems"]:
+        checks.append(shmem_check(pin, shmem_before, shmem))
     return {
         "ok": all(c["status"] != "failed" for c in checks),
         "pid": pid,
@@ -60,6 +67,7 @@ def prove(pin: dict, pid: int, root: str | Path = "/") -> dict:
             {k: v for k, v in p.items() if k != "threads"} | {"threads": len(p["threads"])}
             for p in people
         ],
+        "shmem_by_node": shmem,
     }
 
 

@@ -150,11 +150,16 @@ def _replace(
     try:
         _rehearse(paths, plan, spec, options, outcome, tell)
     except (wait.NotReady, HostError) as failure:
+        failed = paths.log.with_name("failed.log")
+        back = f"The server that ran before was not touched; the failed log is {failed}."
+        if paths.pending.exists() and fallback is not None:
+            # What runs is the leftover of a replacement that was killed: nobody has judged it.
+            halt(paths)
+            back = _restore(fallback, paths, tell, failed)
         _discard(spec, fallback)
         raise HostError(
             f"instance {paths.instance!r} did not pass its rehearsal: {failure}",
-            "The server that ran before was not touched; the failed log is "
-            f"{paths.log.with_name('failed.log')}.",
+            back,
             tail=getattr(failure, "tail", []),
             attempts=outcome.attempts,
         ) from failure
@@ -167,7 +172,9 @@ def _replace(
         progress = start_and_wait(spec, paths, tell, outcome.attempts)
     except (wait.NotReady, HostError, OSError) as failure:
         halt(paths)
-        back = _restore(fallback, paths, tell) if fallback else _forget(paths, old)
+        # The log of the failed one must survive the start of the old one.
+        failed = rehearsal.keep_log(paths)
+        back = _restore(fallback, paths, tell, failed) if fallback else _forget(paths, old)
         _discard(spec, fallback)
         raise HostError(
             f"instance {paths.instance!r} did not become ready: {failure}",
@@ -203,7 +210,8 @@ def _rehearse(
     outcome: Outcome,
     tell: Callable[[str], None],
 ) -> None:
-    if look(paths).state != "serving":
+    running = read_json(paths.spec)
+    if look(paths).state != "serving" or running["config_hash"] == spec["config_hash"]:
         return
     do_it, why = rehearsal.wanted(options.rehearsal, spec, plan, paths)
     if do_it:
@@ -252,9 +260,7 @@ def _discard(spec: dict, fallback: dict | None) -> None:
             containers.drop(engine_of(spec), box["name"], spec["grace_s"])
 
 
-def _restore(old: dict, paths: Paths, tell: Callable[[str], None]) -> str:
-    # The log of the failed one must survive the start of the old one.
-    failed = rehearsal.keep_log(paths)
+def _restore(old: dict, paths: Paths, tell: Callable[[str], None], failed: Path) -> str:
     tell("starting the previous server again")
     try:
         start_and_wait(old, paths, tell, [])

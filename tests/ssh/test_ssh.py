@@ -4,8 +4,10 @@ Each host has its own sshd, host key, user and sudo rule. The engine is a small 
 subject is what happens to a fleet; one host in trouble must not take the other one along.
 """
 
+import contextlib
 import json
 import re
+import stat
 import sys
 import time
 from pathlib import Path
@@ -43,7 +45,10 @@ def fleet(checkout, tmp_path):
     (model / "config.json").write_text("{}")
     vllm = f"#!{sys.executable}\n{SMALL.read_text()}"
     with two_hosts.TwoHosts() as hosts:
-        yield Fleet(two_hosts.Site(hosts, tmp_path), checkout, RECIPE, model, vllm, PORT)
+        site = two_hosts.Site(hosts, tmp_path)
+        instance = {"name": "tiny", "recipe": str(site.own / "tiny.yaml"), "port": PORT}
+        instance["api_key_file"] = "generate"
+        yield Fleet(site, checkout, RECIPE, model, vllm, PORT, exl3_instances=[instance])
 
 
 def recap(text: str) -> dict[str, dict[str, int]]:
@@ -68,8 +73,10 @@ def said(done) -> str:
 @pytest.mark.slow
 def test_two_hosts_and_a_failure_in_the_middle(fleet):
     one, other = fleet.site.hosts
-    assert all(counts["changed"] > 0 for counts in recap(fleet.play("deploy").stdout).values())
+    done = fleet.play("deploy", "--diff", "-vv")
+    assert all(counts["changed"] > 0 for counts in recap(done.stdout).values())
     assert fleet.both() == ["200", "200"]
+    check_keys(fleet, done.stdout + done.stderr)
     for host in (one, other):
         owner = (fleet.site.real(host) / "store" / "run" / "tiny" / "state.json").stat().st_uid
         assert owner == 0, "the user became root"
@@ -105,6 +112,32 @@ def test_two_hosts_and_a_failure_in_the_middle(fleet):
 
     assert fleet.play("teardown").returncode == 0
     assert fleet.both() == ["000", "000"]
+
+
+def check_keys(fleet, output: str) -> None:
+    """Each host made a key of its own, which nobody but root reads and nothing repeats."""
+    files = [fleet.site.real(host) / "store/secrets/tiny.api_key" for host in fleet.site.hosts]
+    keys = [file.read_text().strip() for file in files]
+    assert keys[0] != keys[1] and [len(key) for key in keys] == [43, 43]
+    for host, file, key in zip(fleet.site.hosts, files, keys):
+        found = file.stat()
+        assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (0, 0o600)
+        url = f"http://127.0.0.1:{PORT}/v1/models"
+        command = ["curl", "-s", "-m", "5", "-o", "/dev/null", "-w", "%{http_code}", url]
+        assert host.run(*command).stdout == "401"
+        # From standard input: an argument list can be read by everybody.
+        header = f"Authorization: Bearer {key}\n"
+        assert host.run(*command, "-H", "@-", input=header).stdout == "200"
+        assert key not in output
+        holders = [
+            path
+            for path in fleet.site.real(host).rglob("*")
+            if path.is_file() and not path.is_symlink() and key.encode() in path.read_bytes()
+        ]
+        assert holders == [file]
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                assert key.encode() not in process.read_bytes(), process
 
 
 @pytest.mark.slow

@@ -73,7 +73,9 @@ def vllm(words: list[str]) -> int:
     """Plain vLLM arguments; a server goes through the checks, anything else straight to vLLM."""
     from exl3_image import serve as serving
 
-    if words[:1] != ["serve"] or any(word.startswith(("-h", "--help")) for word in words):
+    if any(word.startswith(("-h", "--help")) for word in words):
+        hand_over([PYTHON, "-I", "-m", "exl3_image.help", *words])
+    if words[:1] != ["serve"]:
         hand_over([str(serving.VLLM), *words])
     init.hold()
     build = about.build()

@@ -1,4 +1,4 @@
-"""vLLM's own help, also where there is no GPU: vLLM 0.33 builds its defaults by asking for a device.
+"""vLLM's own help, also where there is no GPU: vLLM 0.33 asks for a device to make its defaults.
 
 python -I -m exl3_image.help serve --help
 """

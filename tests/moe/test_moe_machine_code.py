@@ -33,10 +33,8 @@ def test_registers_and_stacks(compiled):
 
 def test_the_main_loop_stays_in_registers(compiled):
     name, architecture, target = compiled
-    if "rate" not in name:
-        pytest.skip("no main loop in it")
     loops = machine_code.main_loops(target)
-    assert len(loops) == 12
+    assert len(loops) == (12 if "rate" in name else 0)
     for kernel, lines in loops.items():
         assert sum("HMMA" in line for line in lines) >= 8, f"sm_{architecture} {kernel}: no loop"
         local = [line for line in lines if re.search(r"\b(LDL|STL)\b", line)]

@@ -328,6 +328,19 @@ def test_a_killed_server_is_started_again_a_bounded_number_of_times(
     assert service.ensure(make_plan(), store, options).answer == "Paris."
 
 
+def test_a_stop_lets_the_server_drain_and_keeps_its_last_words(store, make_plan, options, client):
+    """Whoever stops the supervisor (systemd, say) stops the container, and gently."""
+    service.ensure(make_plan("--drain", "1"), store, options)
+    paths = spec.Paths(store, "small")
+    (name,) = names(client)
+    supervisor = spec.read_json(paths.state)["supervisor"]
+    os.kill(supervisor["pid"], signal.SIGTERM)
+    until(lambda: not procs.same_process(supervisor))
+    assert client.pids(name) == [] and look(store).state == "stopped"
+    assert "drained" in paths.log.read_text()
+    assert client.container(name)["State"]["ExitCode"] == 0
+
+
 def test_a_server_that_ignores_sigterm_is_killed_inside(store, make_plan, options, client):
     service.ensure(make_plan("--deaf"), store, options)
     paths = spec.Paths(store, "small")

@@ -149,6 +149,7 @@ def make_spec(plan: dict, store: Path, manager: str, docker_host: str | None = N
         name = containers.name_of(plan["instance"], spec["config_hash"])
         spec["container"]["name"] = name
         spec["argv"] = ["docker", "start", "--attach", name]
+        spec["stop_argv"] = ["docker", "stop", "-t", str(spec["grace_s"]), name]
         spec["kill_argv"] = ["docker", "kill", name]
     return spec
 

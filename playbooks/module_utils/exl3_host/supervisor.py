@@ -9,7 +9,7 @@ The spec (one JSON object, written by `service.py`):
   argv, cwd, env       what to run, where, and its whole environment (nothing is inherited)
   secret_env           {"VARIABLE": "file"}: read at start, so that no secret stands in the spec
   state, log           files written here: state is one JSON object, the log is rotated
-  kill_argv            optional: ends a server that is no child of ours (a container)
+  stop_argv, kill_argv optional: end a server that is no child of ours (a container), gently and not
   log_max_bytes, log_keep, grace_s, burst, interval_s, backoff_s, config_hash
 
 At most `burst` starts within `interval_s` seconds; then the state says "failed" and the program
@@ -34,7 +34,6 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ORPHAN_GRACE_S = 5.0
 KEPT_EXITS = 20
-KILL_WAIT_S = 10
 
 
 def start_ticks(pid):
@@ -172,14 +171,24 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, number)
 
-    def kill_container(self):
-        """A container is no child of ours: the engine has to be asked."""
-        command = self.spec.get("kill_argv")
-        if command:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(
-                    command, env=self.environment(), capture_output=True, timeout=KILL_WAIT_S
-                )
+    def ask(self, which):
+        """Start the command that ends a container, which is no child of ours; whether there is one.
+
+        The client that is attached ends when its container does. Told to end itself, a newer client
+        would leave the container running.
+        """
+        command = self.spec.get(which)
+        if not command:
+            return False
+        with contextlib.suppress(OSError):
+            subprocess.Popen(
+                command,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        return True
 
     def rest(self, seconds):
         """Sleep until a signal comes (a child ended, we are asked to stop), at most `seconds`."""
@@ -198,11 +207,12 @@ class Supervisor:
                 continue
             if not told:
                 self.save(phase="stopping")
-                child.send_signal(signal.SIGTERM)
+                if not self.ask("stop_argv"):
+                    child.send_signal(signal.SIGTERM)
                 told = True
             if not killed and time.monotonic() - self.stopping_since > self.spec["grace_s"]:
                 self.log.note(f"not gone after {self.spec['grace_s']} s: killing it")
-                self.kill_container()
+                self.ask("kill_argv")
                 self.signal_group(child, signal.SIGKILL)
                 killed = True
         self.end_orphans(child)

@@ -27,6 +27,13 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
+// blockIdx.x likewise.
+__device__ __forceinline__ int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 // D[16 channels, 8 rows] += A[16, 16] * B[16, 8], fp16 operands, fp32 accumulators.
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {

@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t rounded_pair(float a, float b) {
 // Blocks first to first + count - 1 of a shard's inputs, taken modulo k / 128, by all warps: a warp
 // transforms a block at a time, a lane holds four inputs.
 __device__ __forceinline__ void transform_inputs(const StreamParams& p, const StreamShard& shard,
-                                                 int first, int count, uint8_t* inputs, int warp,
-                                                 int lane) {
+                                                 int first, int count, uint8_t* inputs) {
+  const int warp = thread_index() / 32, lane = thread_index() % 32;
   // Pair q of a step is register q / 4 of quad lane q % 4.
   const int q = 2 * (lane % 4);
   uint8_t* to = inputs + (lane / 4) * 32 + (q % 4) * 8 + (q / 4) * 4;

@@ -91,17 +91,18 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
   uint8_t* inputs = shared + C::kWarps * C::kRingBytes;
   float* meet = reinterpret_cast<float*>(shared);
   const int strip_steps = p.k / 16;
-  const UnitRange range = p.split.range(blockIdx.x);
+  // Read again where it is needed, as are the numbers of the thread: registers are short.
+  const auto range = [&] { return p.split.range(block_index()); };
   release_dependents();
 
   const LaneState<C> state(lane, 0);
   const uint32_t fetch_to = shared_address(ring) + 16 * lane;
 
 #pragma unroll 1
-  for (int begin = range.begin; begin < range.end;) {
+  for (int begin = range().begin; begin < range().end;) {
     const StreamShard& shard = shard_of_strip(p, begin / strip_steps);
     const int shard_begin = shard.columns.strip_begin * strip_steps;
-    const int end = min(range.end, shard_end_strip(p, shard) * strip_steps);
+    const int end = min(range().end, shard_end_strip(p, shard) * strip_steps);
     const EvenSplit shares = stream_shares({begin, end});
     const UnitRange of_part = shares.range(warp);
     const UnitRange share{begin + of_part.begin, begin + of_part.end};
@@ -129,9 +130,9 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
     int strip = share.begin / strip_steps;
     int unit = share.begin, fetched = share.begin;
     // All columns of the product get the one row; the first is read in the end.
-    const uint8_t* row = inputs + lane % 4 * 8;
     const uint8_t* x_of_step =
-        row + (all ? share.begin - strip * strip_steps : share.begin - 8 * first_block) * 32;
+        inputs + lane % 4 * 8 +
+        (all ? share.begin - strip * strip_steps : share.begin - 8 * first_block) * 32;
     // Turn by turn a stage is fetched, and the one fetched kStages - 1 turns before is multiplied.
     // There is one place for each thing, because code costs more to fetch once than to run.
     int slot = 0;
@@ -140,11 +141,11 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
       if (turn == C::kEarlyStages) {
         // Weights depend on no other kernel, so some of them come first; but not all that there is
         // room for, or the activations would wait behind them.
-        if (begin == range.begin) await_predecessors();
-        transform_inputs(p, shard, from_block, input_blocks, inputs, warp, lane);
+        if (begin == range().begin) await_predecessors();
+        transform_inputs(p, shard, from_block, input_blocks, inputs);
         __syncthreads();
       }
-      const int bytes = (share.end - fetched) * C::kStepWeightBytes - 16 * lane;
+      const int bytes = (share.end - fetched) * C::kStepWeightBytes - 16 * (thread_index() % 32);
       const uint32_t to = fetch_to + slot * C::kStageBytes;
 #pragma unroll
       for (int i = 0; i < C::kStageBytes; i += 512) {
@@ -170,13 +171,13 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
           if (last) {
             copy_async_wait<0>();
             __syncthreads();
-            out = meet + warp * 128;
+            out = meet + thread_index() / 32 * 128;
           }
-          store_sums<C>(acc, input_sums, out, lane);
+          store_sums<C>(acc, input_sums, out, thread_index() % 32);
           if (last) goto share_done;
           clear();
           ++strip;
-          if (all) x_of_step = row;
+          if (all) x_of_step = inputs + thread_index() % 4 * 8;
         }
         if (unit == stage_end) break;
         RowFragments<C> x;
@@ -194,7 +195,7 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
     __syncthreads();
     add_warps<C>(p, meet, shares, begin, end);
     begin = end;
-    if (begin < range.end) __syncthreads();
+    if (begin < range().end) __syncthreads();
   }
 }
 #endif

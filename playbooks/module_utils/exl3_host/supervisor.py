@@ -266,15 +266,13 @@ class Supervisor:
             if self.stopping_since is not None:
                 self.save(phase="stopped", server=None, exits=exits, reason="stopped on request")
                 return 0
-            if code == 0:
-                self.save(phase="stopped", server=None, exits=exits, reason="ended by itself")
-                return 0
+            # Nobody asked it to end, so status 0 is no better: vLLM gives it when its engine dies.
             if self.once or not self.may_start_again():
                 limit = "" if self.once else f" and {self.spec['burst']} starts are the limit"
                 self.save(
                     phase="failed", server=None, exits=exits, reason=f"ended with {how}{limit}"
                 )
-                return (code if code > 0 else 128 - code) if self.once else 1
+                return (code if code >= 0 else 128 - code) if self.once else 1
             self.save(phase="waiting to restart", server=None, exits=exits, reason=f"ended: {how}")
             self.nap(self.spec["backoff_s"])
             if self.stopping_since is not None:

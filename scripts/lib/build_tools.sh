@@ -1,4 +1,5 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2154  # venv and checkout come from common.sh
 # Shared by scripts/build-kernels and scripts/build-wheel: what compiling needs, found or fetched.
 # Source it after common.sh.
 

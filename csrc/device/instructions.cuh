@@ -80,8 +80,8 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
 // prologue; `await_predecessors` returns when all earlier kernels are done and their writes are
 // visible. Every kernel here calls the second before it touches anything another kernel writes, so
 // completion is transitive along the stream. Weights are the one exception, they are fetched
-// before: the kernel that writes them must not be the very one before a product's transform. Both
-// do nothing for a launch without the attribute.
+// before: the kernel that writes them must not be the very one before a call. Both do nothing for a
+// launch without the attribute.
 __device__ __forceinline__ void release_dependents() {
 #if EXL3_HAS_DEPENDENT_LAUNCH
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

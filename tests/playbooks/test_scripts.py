@@ -60,7 +60,7 @@ def test_ask_prints_endpoint_question_and_answer(checkout, store, make_plan):
     env = {**os.environ, "PYTHONPATH": str(checkout / "playbooks" / "module_utils")}
     dead = subprocess.run(command, env=env, capture_output=True, text=True)
     assert dead.returncode == 1 and "does not answer" in dead.stderr
-    service.ensure(plan, store, manager="supervisor")
+    service.ensure(plan, store, service.Options(manager="supervisor"))
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0
     port = plan["serve"]["port"]

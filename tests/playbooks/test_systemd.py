@@ -43,4 +43,4 @@ def test_the_unit_of_a_container_waits_for_its_engine():
     assert "docker" not in plain
     assert "After=network.target docker.service\nWants=docker.service\n" in boxed
     for text in (plain, boxed):
-        assert "StartLimitBurst=3\n" in text and "Restart=on-failure\n" in text
+        assert "StartLimitBurst=3\n" in text and "Restart=always\n" in text

@@ -160,7 +160,7 @@ def test_tokens_come_as_they_are_made(proxy):
         while data := tls.recv(65536):
             pieces += b"data: {" in data
             whole += data
-    assert whole.startswith(b"HTTP/1.1 200") and whole.count(b"data: {") >= 60
+    assert whole.startswith(b"HTTP/1.1 200") and whole.count(b"data: {") >= 30
     # On a busy machine several tokens meet in one piece; held back, all of them would.
     assert pieces > 2, f"{pieces} pieces: the proxy holds the answer back"
 

@@ -3,7 +3,6 @@
 // Workspaces come from torch's own allocator for each call. It reuses them stream by stream, gives
 // them from a graph's pool under capture, and counts them where vLLM measures its peak; so nothing
 // has to be reserved and nothing outlives a call.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,18 +18,12 @@
 #include "linear/rebuild.h"
 #include "linear/stream.h"
 #include "ops/cuda_problem.h"
+#include "ops/stream.h"
 
 namespace exl3::ops {
 namespace {
 
 using torch::headeronly::ScalarType;
-
-cudaStream_t current_stream(int device) {
-  void* stream = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
-                  "exl3: torch gave no CUDA stream for device ", device);
-  return static_cast<cudaStream_t>(stream);
-}
 
 struct Activations {
   Tensor rows;  // [m, k_in]
@@ -311,7 +304,7 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
                     " block(s)");
   }
 
-  const cudaStream_t stream = current_stream(device);
+  const cudaStream_t stream = stream_of(device);
   if (plan.kernel == Kernel::kDense) {
     Tensor flat = y.dim() == 2 ? y : torch::stable::view(y, {rows.m, weights.n_out});
     run_dense(weights, rows, bias_facts, flat, stream);
@@ -359,7 +352,7 @@ Tensor dense_weight(const Tensor trellis, const Tensor suh, const Tensor svh,
                                         bf16 ? ScalarType::BFloat16 : ScalarType::Half);
   rebuild_columns(weights, k_begin, k_in, 0, weights.n_out,
                   bf16 ? Dtype::kBfloat16 : Dtype::kFloat16,
-                  static_cast<uint16_t*>(out.mutable_data_ptr()), k_in, current_stream(device));
+                  static_cast<uint16_t*>(out.mutable_data_ptr()), k_in, stream_of(device));
   return out;
 }
 
@@ -394,7 +387,7 @@ Tensor reconstruct(const Tensor trellis, int64_t codebook) {
   params.k_tiles = static_cast<int>(trellis.size(0));
   params.n_tiles = static_cast<int>(trellis.size(1));
   params.constants = shard.constants();
-  const cudaStream_t stream = current_stream(device);
+  const cudaStream_t stream = stream_of(device);
   check_launch("reconstruct", with_rate(shard.half_bits, [&](auto rate) {
                  return launch_reconstruct<decltype(rate)::half_bits>(params, shard.family(),
                                                                       stream);

@@ -65,13 +65,7 @@ def table(result: dict) -> str:
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "instance": {"type": "dict", "required": True},
-            "bind_address": {"type": "str", "required": True},
-            "checkout": {"type": "path", "required": True},
-            "store": {"type": "path", "required": True},
-            "venv": {"type": "path", "required": True},
-            "defaults": {"type": "dict", "default": {}},
-            "others": {"type": "list", "elements": "str", "default": []},
+            **preflight.INSTANCE_OPTIONS,
             "modes": {"type": "list", "elements": "str", "default": list(ab_pin.MODES)},
             "starts": {"type": "int", "default": 3},
             "requests": {"type": "int", "default": 16},
@@ -88,7 +82,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     given = module.params
-    store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
+    store, venv = Path(given["store"]), Path(given["venv"])
     name = given["instance"]["name"]
     if module.check_mode:
         module.exit_json(changed=True, mode="?", table=f"{name}: would try {given['modes']}")
@@ -97,11 +91,7 @@ def main() -> None:
         module.fail_json(msg=f"{venv} cannot plan: deploy first.")
 
     def plan_of(mode: str) -> dict:
-        instance = preflight.completed({**given["instance"], "pinning": mode})
-        arguments = preflight.plan_arguments(
-            instance, given["bind_address"], store, venv, given["defaults"], given["others"]
-        )
-        return preflight.run_planner(command, checkout, arguments)
+        return preflight.planned(command, given, pinning=mode)
 
     shape = load.Shape(
         given["requests"], given["concurrency"], given["input_words"], given["output_tokens"]

@@ -48,13 +48,7 @@ verdict: {type: dict, returned: when measured or kept, description: "The verdict
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "instance": {"type": "dict", "required": True},
-            "bind_address": {"type": "str", "required": True},
-            "checkout": {"type": "path", "required": True},
-            "store": {"type": "path", "required": True},
-            "venv": {"type": "path", "required": True},
-            "others": {"type": "list", "elements": "str", "default": []},
-            "defaults": {"type": "dict", "default": {}},
+            **preflight.INSTANCE_OPTIONS,
             "again": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
@@ -65,11 +59,7 @@ def main() -> None:
     if command is None:
         module.exit_json(changed=False, summary=f"{name}: judged once the venv is there")
     try:
-        instance = preflight.completed(given["instance"])
-        arguments = preflight.plan_arguments(
-            instance, given["bind_address"], store, venv, given["defaults"], given["others"]
-        )
-        plan = preflight.run_planner(command, checkout, arguments)
+        plan = preflight.planned(command, given)
         gpus = plan["pin"].get("gpus") or []
         reason = peers.not_measured(plan, module.check_mode)
         if reason is not None:

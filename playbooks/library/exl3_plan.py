@@ -52,19 +52,13 @@ def shown(plan: dict | None) -> str:
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "instance": {"type": "dict", "required": True},
-            "bind_address": {"type": "str", "required": True},
-            "checkout": {"type": "path", "required": True},
-            "store": {"type": "path", "required": True},
-            "venv": {"type": "path", "required": True},
+            **preflight.INSTANCE_OPTIONS,
             "calibration": {"type": "str", "default": ""},
-            "others": {"type": "list", "elements": "str", "default": []},
-            "defaults": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
     given = module.params
-    store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
+    store, venv = Path(given["store"]), Path(given["venv"])
     name = given["instance"]["name"]
     command = preflight.planner(venv)
     if command is None:
@@ -74,14 +68,9 @@ def main() -> None:
             )
         module.fail_json(msg=f"{venv} cannot plan: deploy the venv first (--tags venv).")
     try:
-        instance = preflight.completed(given["instance"])
-        instance["calibration"] = given["calibration"]
         # What a comparison found best holds where nobody says otherwise.
-        instance["pinning"] = instance.get("pinning") or ab_pin.chosen(store, name)
-        arguments = preflight.plan_arguments(
-            instance, given["bind_address"], store, venv, given["defaults"], given["others"]
-        )
-        plan = preflight.run_planner(command, checkout, arguments)
+        pinning = given["instance"].get("pinning") or ab_pin.chosen(store, name)
+        plan = preflight.planned(command, given, calibration=given["calibration"], pinning=pinning)
         key, ours = plan["serve"]["api_key_file"], keys.default_file(store, name)
         made_key = key == str(ours) and not ours.exists()
         if key == str(ours) and not module.check_mode:

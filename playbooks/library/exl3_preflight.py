@@ -52,7 +52,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     given = module.params
-    store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
+    store, venv = Path(given["store"]), Path(given["venv"])
     try:
         instances = [preflight.completed(one) for one in given["instances"]]
         preflight.check_instances(instances)
@@ -61,10 +61,7 @@ def main() -> None:
         preflight.check_disk(venv)
         command = preflight.planner(venv)
         for instance in instances if command else []:
-            arguments = preflight.plan_arguments(
-                instance, given["bind_address"], store, venv, given["defaults"]
-            )
-            plan = preflight.run_planner(command, checkout, arguments)
+            plan = preflight.planned(command, {**given, "instance": instance})
             # What runs already is judged when it is known whether it has to be replaced.
             if not spec.own_pids(spec.Paths(store, instance["name"])):
                 service.refuse_unfit(plan)

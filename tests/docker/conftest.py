@@ -1,9 +1,6 @@
 """A private Docker engine, two images with the small server, and plans for them."""
 
-import contextlib
-import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -15,6 +12,8 @@ from pathlib import Path
 import pytest
 import small_image
 from exl3_host import engine, service, spec
+
+from tests import plans
 
 DOCKERD = Path(__file__).parents[2] / "scripts" / "lib" / "dockerd.sh"
 
@@ -51,16 +50,9 @@ def client(docker_host) -> engine.Engine:
     return engine.Engine(docker_host)
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def port() -> int:
-    return free_port()
+    return plans.free_port()
 
 
 @pytest.fixture
@@ -81,51 +73,11 @@ def options(docker_host):
 @pytest.fixture
 def make_plan(tmp_path, port, images):
     """A function that returns a plan for the small server in a container."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = plans.model_folder(tmp_path)
 
     def make(*words: str, image: str = "a", **changes) -> dict:
-        plan = {
-            "schema": "exl3-plan/1",
-            "instance": "small",
-            "recipe": {"name": "small"},
-            "runtime": "docker",
-            "model": {"dir": str(model), "served_name": "small"},
-            "venv": {"dir": str(tmp_path / "venv")},
-            "container": {
-                "image": {
-                    "name": "small",
-                    "digest": images[image],
-                    "platform": "linux/arm64" if os.uname().machine == "aarch64" else "linux/amd64",
-                },
-                "user": "2000:0",
-                "network": "host",
-                "shm_gib": 1,
-                "cpuset_cpus": None,
-                "cpuset_mems": None,
-                "gpus": [],
-                "profile": None,
-            },
-            "serve": {
-                "argv": ["vllm", "serve", "/models/model", "--port", str(port), *words],
-                "env": {"GREETING": "hello world $HOME"},
-                "host": "127.0.0.1",
-                "port": port,
-                "api_key_file": None,
-            },
-            "pin": {"mode": "none", "cpus": "0", "mems": None, "nodes": [], "numactl": []},
-            "fit": {"ok": True, "needed_gib": 0.1, "available_gib": 4.0, "lines": []},
-            "health": {
-                "ready_timeout_s": 30,
-                "stall_timeout_s": 20,
-                "smoke": {"prompt": "Capital of France?", "max_tokens": 8, "expect": "Paris"},
-            },
-            "start": {"attempts": 1, "backoff_s": 0, "retry_on": []},
-        }
-        for name, value in changes.items():
-            plan[name] = {**plan[name], **value} if isinstance(value, dict) else value
-        return plan
+        plan = plans.small_container(model, list(words), port, images[image])
+        return plans.changed(plan, changes)
 
     return make
 

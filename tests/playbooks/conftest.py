@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from exl3_host import service, spec
 
+from tests import plans
+
 SMALL_SERVER = Path(__file__).with_name("small_server.py")
 _ports = itertools.count(18100 + os.getpid() % 700)
 
@@ -44,42 +46,13 @@ def store(tmp_path):
 @pytest.fixture
 def make_plan(tmp_path, port):
     """A function that returns a plan for the small server with the given extra options."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = plans.model_folder(tmp_path)
 
     def make(*options: str, **changes) -> dict:
         number = changes.pop("port", port)
-        plan = {
-            "schema": "exl3-plan/1",
-            "instance": "small",
-            "recipe": {"name": "small"},
-            "container": None,
-            "model": {
-                "source": {"kind": "path", "path": str(model)},
-                "quantize": None,
-                "dir": str(model),
-                "served_name": "small",
-            },
-            "venv": {"dir": str(tmp_path / "venv")},
-            "serve": {
-                "argv": [sys.executable, str(SMALL_SERVER), "--port", str(number), *options],
-                "env": {"GREETING": "hello world $HOME"},
-                "host": "127.0.0.1",
-                "port": number,
-                "api_key_file": None,
-            },
-            "pin": {"mode": "none", "cpus": "0", "mems": None, "nodes": [], "numactl": []},
-            "fit": {"ok": True, "needed_gib": 0.1, "available_gib": 1.0, "lines": []},
-            "health": {
-                "ready_timeout_s": 30,
-                "stall_timeout_s": 20,
-                "smoke": {"prompt": "Capital of France?", "max_tokens": 8, "expect": "Paris"},
-            },
-            "start": {"attempts": 1, "backoff_s": 0, "retry_on": []},
-        }
-        for name, value in changes.items():
-            plan[name] = {**plan[name], **value} if isinstance(value, dict) else value
-        return plan
+        argv = [sys.executable, str(SMALL_SERVER), "--port", str(number), *options]
+        plan = plans.small(model, argv, number)
+        plan["model"] |= {"source": {"kind": "path", "path": str(model)}, "quantize": None}
+        return plans.changed(plan, changes)
 
     return make

@@ -22,6 +22,16 @@ OPTIONS += ("runtime", "image", "default_runtime", "container_user", "container_
 OPTIONS += ("calibration_file",)
 OPTIONS += ("nodes", "calibration")
 MAPS = {"args": "--serve-args", "env": "--serve-env", "gpu_nodes": "--gpu-nodes"}
+# What every module takes that has to know the plan of one instance.
+INSTANCE_OPTIONS = {
+    "instance": {"type": "dict", "required": True},
+    "bind_address": {"type": "str", "required": True},
+    "checkout": {"type": "path", "required": True},
+    "store": {"type": "path", "required": True},
+    "venv": {"type": "path", "required": True},
+    "others": {"type": "list", "elements": "str", "default": []},
+    "defaults": {"type": "dict", "default": {}},
+}
 
 
 def completed(instance: dict) -> dict:
@@ -123,6 +133,20 @@ def run_planner(command: list[str], checkout: Path, arguments: list[str]) -> dic
         ]
         raise HostError("\n".join([answer["error"], *lines]), answer.get("fix", ""))
     return answer
+
+
+def planned(command: list[str], given: dict, **changes: object) -> dict:
+    """The plan of one instance, by `command` of `planner`.
+
+    `given` are the parameters of a module with INSTANCE_OPTIONS; `changes` replace settings of its
+    instance. Raises HostError as `run_planner` does.
+    """
+    instance = completed({**given["instance"], **changes})
+    store, venv = Path(given["store"]), Path(given["venv"])
+    arguments = plan_arguments(
+        instance, given["bind_address"], store, venv, given["defaults"], given.get("others")
+    )
+    return run_planner(command, Path(given["checkout"]), arguments)
 
 
 def plan_arguments(

@@ -20,7 +20,9 @@ options:
   path: {type: path, default: /etc/docker/daemon.json, description: "The file."}
   manage: {type: str, choices: [auto, 'true', 'false'], default: auto,
     description: "Whether an engine may be installed; auto leaves vendor-managed systems alone."}
-  gpus: {type: bool, default: false, description: "Whether containers are to get GPUs."}
+  gpus: {type: bool, default: false,
+    description: "Whether containers are to get GPUs. With O(settings), CDI devices are switched on
+      where the engine is older than 28.2."}
   root: {type: path, default: /, description: "Look at the files below this folder instead."}
 """
 
@@ -54,9 +56,10 @@ def main() -> None:
             if found["action"] == "refuse":
                 module.fail_json(msg=found["reason"], engine=found)
             module.exit_json(changed=False, engine=found)
-        changed, before, after = engine_host.apply_settings(
-            path, given["settings"], module.check_mode
+        ours = engine_host.wanted_settings(
+            found, given["settings"], given["gpus"], given["manage"]
         )
+        changed, before, after = engine_host.apply_settings(path, ours, module.check_mode)
     except HostError as error:
         module.fail_json(msg=str(error))
     module.exit_json(

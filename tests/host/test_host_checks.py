@@ -96,9 +96,16 @@ def test_engine_and_cdi(tmp_path: Path) -> None:
     found["tools"]["docker"] = "/usr/bin/docker"
     runner = commands.replay(answers)
     told = {f["id"]: f for f in checks.run(found, runner, root=tmp_path, runtime="docker")}
-    assert told["engine"]["found"] == "Docker engine 20.10.24, GPUs by CDI need 27"
+    assert told["engine"]["found"] == "Docker engine 20.10.24, GPUs by CDI need 25"
     assert told["cdi"]["status"] == "blocked" and uuid(1) in told["cdi"]["found"]
     assert "nvidia-ctk cdi generate" in told["cdi"]["fix"]
+    assert told["engine"]["status"] == "blocked"
+    # 25 to 28.1 know CDI devices and have them switched off.
+    dirs = "docker info --format {{json .CDISpecDirs}}"
+    for listed, status in (("[]", "blocked"), ("null", "blocked"), ('["/etc/cdi"]', "ok")):
+        runner = commands.replay({version: ok("27.5.1\n"), dirs: ok(listed + "\n")})
+        told = {f["id"]: f for f in checks.run(found, runner, root=tmp_path, runtime="docker")}
+        assert told["engine"]["status"] == status, listed
     bare = {
         f["id"]: f for f in checks.run(found, commands.nothing, root=tmp_path, runtime="docker")
     }

@@ -17,7 +17,7 @@ from .pci import read
 
 # Xid numbers after which a GPU needs a reset or a reboot: fallen off the bus, GSP timeout.
 FATAL_XIDS = (79, 119)
-MIN_ENGINE = 27  # the first Docker engine that knows CDI without an experimental switch
+MIN_ENGINE = 25  # the first Docker engine that knows CDI devices
 FREE_DISK_GIB = 20.0
 
 
@@ -220,7 +220,13 @@ def _engine(facts: dict, runner: commands.Runner) -> dict:
         return _finding("engine", "blocked", f"docker: {answer.error or 'no answer'}", fix)
     if facts["gpus"] and older(version, str(MIN_ENGINE)):
         found = f"Docker engine {version}, GPUs by CDI need {MIN_ENGINE}"
-        return _finding("engine", "warning", found, "Upgrade the engine.")
+        return _finding("engine", "blocked", found, "Upgrade the engine.")
+    if facts["gpus"]:
+        told = runner(["docker", "info", "--format", "{{json .CDISpecDirs}}"])
+        if told.ok and told.out.strip() in ("null", "[]"):
+            found = f"Docker engine {version} has CDI devices switched off"
+            fix = 'Set exl3_engine_gpus: true, or {"features": {"cdi": true}} in daemon.json.'
+            return _finding("engine", "blocked", found, fix)
     return _finding("engine", "ok", f"Docker engine {version}", "")
 
 

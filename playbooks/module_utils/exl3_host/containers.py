@@ -226,6 +226,12 @@ def check(engine: Engine, spec: dict, container: dict) -> None:
             "cannot do.",
             "Install Docker 25 or newer (exl3_engine_manage: true).",
         )
+    if wanted.get("DeviceRequests") and not engine.has_cdi():
+        raise HostError(
+            f"CDI devices are switched off in Docker {engine.version()['Version']}, so no GPU can "
+            "be handed over.",
+            'Set exl3_engine_gpus: true and deploy, or {"features": {"cdi": true}} in daemon.json.',
+        )
     if shutil.which("docker", path=spec["env"].get("PATH")) is None:
         raise HostError(
             "the program docker is not in PATH.", "Install Docker's command line (docker.io)."

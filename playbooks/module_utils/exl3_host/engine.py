@@ -143,6 +143,10 @@ class Engine:
         """The API version as numbers."""
         return tuple(int(part) for part in self.version()["ApiVersion"].split("."))
 
+    def has_cdi(self) -> bool:
+        """Whether CDI devices can be handed over: known since 25, switched on since 28.2."""
+        return bool((self.call("GET", "/info") or {}).get("CDISpecDirs"))
+
     def image(self, reference: str) -> dict | None:
         """`docker image inspect`, None where the image is not there."""
         quoted = urllib.parse.quote(reference, safe="/:@")

@@ -18,6 +18,8 @@ from pathlib import Path
 from .errors import HostError
 
 OLDEST, OLDEST_FOR_GPUS = (20, 10), (25, 0)
+# Engines before this one know CDI devices and have them switched off (moby#49963).
+CDI_BY_DEFAULT = (28, 2)
 RECORD = ".exl3.json"
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 _MISSING = {"was": "missing"}
@@ -131,6 +133,18 @@ def _version(command: list[str], root: str) -> str | None:
 def _numbers(version: str) -> tuple[int, ...]:
     found = _VERSION.match(version)
     return tuple(int(part) for part in found.groups()) if found else (0, 0)
+
+
+def wanted_settings(found: dict, ours: dict, has_gpus: bool, manage: str = "auto") -> dict:
+    """Our keys of daemon.json: those asked for, and the switch for CDI devices where it is needed.
+
+    `found` is the answer of `look`. A system whose vendor manages Docker gets what was asked for
+    and nothing else.
+    """
+    theirs = found["vendor"] is not None and manage != "true"
+    if not has_gpus or theirs or _numbers(found["version"] or "") >= CDI_BY_DEFAULT:
+        return ours
+    return merged({"features": {"cdi": True}}, ours)
 
 
 def merged(current: dict, ours: dict) -> dict:

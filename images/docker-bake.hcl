@@ -47,46 +47,42 @@ target "cpu" {
   }
 }
 
+# The GPU images differ in card and processor alone. `docker buildx bake cuda` builds all three.
 target "cuda" {
-  inherits = ["common"]
-  target   = "cuda"
-  args = {
-    VLLM       = VLLM_CUDA
-    LOCK       = "cuda"
-    CUDA       = CUDA
-    DRIVER_MIN = DRIVER_MIN
+  name = card.name
+  matrix = {
+    card = [
+      {
+        name          = "sm120"
+        platform      = "linux/amd64"
+        architectures = ARCH_SM120
+        budget_mb     = BUDGET_MB_SM120
+      },
+      {
+        name          = "sm121"
+        platform      = "linux/arm64"
+        architectures = ARCH_SM121
+        budget_mb     = BUDGET_MB_SM121
+      },
+      {
+        name          = "hopper"
+        platform      = "linux/amd64"
+        architectures = ARCH_HOPPER
+        budget_mb     = BUDGET_MB_HOPPER
+      },
+    ]
   }
-}
-
-target "sm120" {
-  inherits  = ["cuda"]
-  platforms = ["linux/amd64"]
-  tags      = ["${REGISTRY}${IMAGE}:sm120"]
+  inherits  = ["common"]
+  target    = "cuda"
+  platforms = [card.platform]
+  tags      = ["${REGISTRY}${IMAGE}:${card.name}"]
   args = {
-    FLAVOUR       = "sm120"
-    ARCHITECTURES = ARCH_SM120
-    BUDGET_MB     = BUDGET_MB_SM120
-  }
-}
-
-target "sm121" {
-  inherits  = ["cuda"]
-  platforms = ["linux/arm64"]
-  tags      = ["${REGISTRY}${IMAGE}:sm121"]
-  args = {
-    FLAVOUR       = "sm121"
-    ARCHITECTURES = ARCH_SM121
-    BUDGET_MB     = BUDGET_MB_SM121
-  }
-}
-
-target "hopper" {
-  inherits  = ["cuda"]
-  platforms = ["linux/amd64"]
-  tags      = ["${REGISTRY}${IMAGE}:hopper"]
-  args = {
-    FLAVOUR       = "hopper"
-    ARCHITECTURES = ARCH_HOPPER
-    BUDGET_MB     = BUDGET_MB_HOPPER
+    FLAVOUR       = card.name
+    ARCHITECTURES = card.architectures
+    VLLM          = VLLM_CUDA
+    LOCK          = "cuda"
+    CUDA          = CUDA
+    DRIVER_MIN    = DRIVER_MIN
+    BUDGET_MB     = card.budget_mb
   }
 }

@@ -14,6 +14,8 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+# shellcheck source=scripts/lib/emulate.sh
+source "$checkout/scripts/lib/emulate.sh"
 
 [ $# -ge 2 ] || die "usage: arm64_root.sh make DIR | vllm DIR | install DIR WHEEL | run DIR CMD..."
 action=$1
@@ -24,22 +26,6 @@ wheels=(torch==2.10.0 numpy==2.3.5 safetensors==0.6.2 pytest==9.2.0
   pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection filelock fsspec iniconfig jinja2 markupsafe mpmath networkx packaging pluggy pygments sympy
   typing-extensions)
 [ "$(id -u)" -eq 0 ] || die "an emulated root needs root"
-
-# A machine that is aarch64 already needs no emulator.
-emulate() {
-  local misc=/proc/sys/fs/binfmt_misc name=qemu-aarch64 magic mask
-  [ "$(uname -m)" != aarch64 ] || return 0
-  command -v qemu-aarch64-static > /dev/null || apt_install qemu-user-static
-  [ -e $misc/register ] || mount -t binfmt_misc none $misc 2> /dev/null ||
-    die "binfmt_misc cannot be mounted: this kernel or sandbox runs no foreign programs"
-  if [ ! -e $misc/$name ]; then
-    # 64-bit little-endian ELF for machine 183. F: the emulator is opened now and works in any root.
-    magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
-    mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
-    printf '%s' ":$name:M::$magic:$mask:/usr/bin/qemu-aarch64-static:OCF" > $misc/register ||
-      die "qemu-aarch64 cannot be registered with binfmt_misc"
-  fi
-}
 
 # unpack_wheels TARGET ARGUMENT...: wheels for aarch64, by this machine's pip.
 unpack_wheels() {
@@ -90,7 +76,7 @@ make_root() {
   : > "$dir/.complete"
 }
 
-emulate
+emulate_aarch64
 [ "$action" = make ] || [ -e "$dir/.complete" ] || die "no finished root in $dir; make it first"
 case $action in
   make) make_root ;;

@@ -1,7 +1,8 @@
 """Reads images/docker-bake.hcl and images/versions.json the way `docker buildx bake` does.
 
-Only what these two files use is understood: variables with defaults, inherited targets, and strings
-with ${NAME} in them. A variable of the same name in the environment wins.
+Only what these two files use is understood: variables with defaults, inherited targets, a matrix of
+one variable with objects, and strings with ${NAME} or ${VARIABLE.FIELD} in them. A variable of the
+same name in the environment wins. tests/images compares the answers with buildx's own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import hcl2
 
-_HOLE = re.compile(r"\$\{(\w+)\}")
+_HOLE = re.compile(r"\$\{([\w.]+)\}")
 
 
 class BakeError(ValueError):
@@ -35,13 +36,34 @@ def targets(bake: Path, values: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """
     with bake.open() as file:
         body = hcl2.load(file)
-    raw = {_word(name): block for entry in body["target"] for name, block in entry.items()}
+    declared = {_word(name): block for entry in body["target"] for name, block in entry.items()}
+    scopes: dict[str, Mapping[str, str]] = {}
+    raw: dict[str, dict[str, Any]] = {}
+    for declared_name, block in declared.items():
+        for scope in _rows(block, values, declared_name):
+            name = _filled(block.get("name", f'"{declared_name}"'), scope, declared_name)
+            raw[name] = {k: v for k, v in block.items() if k not in ("name", "matrix")}
+            scopes[name] = scope
     merged = {name: _merged(name, raw) for name in raw}
     return {
-        name: {key: _filled(value, values, name) for key, value in block.items()}
+        name: {key: _filled(value, scopes[name], name) for key, value in block.items()}
         for name, block in merged.items()
         if "tags" in block
     }
+
+
+def _rows(block: dict, values: Mapping[str, str], target: str) -> list[Mapping[str, str]]:
+    """The variables of each target that a block stands for: one, or one for a row of its matrix."""
+    if "matrix" not in block:
+        return [values]
+    matrix = {k: v for k, v in block["matrix"].items() if not k.startswith("__")}
+    if len(matrix) != 1:
+        raise BakeError(f"the matrix of target {target} has {len(matrix)} variables, expected one")
+    ((variable, rows),) = matrix.items()
+    return [
+        {**values, **{f"{variable}.{k}": v for k, v in _filled(row, values, target).items()}}
+        for row in rows
+    ]
 
 
 def _word(text: str) -> str:
@@ -70,7 +92,7 @@ def _filled(value: Any, values: Mapping[str, str], target: str) -> Any:
         return [_filled(item, values, target) for item in value]
     if isinstance(value, dict):
         return {k: _filled(v, values, target) for k, v in value.items() if not k.startswith("__")}
-    if not value.startswith('"'):  # a bare name is a variable
+    if re.fullmatch(r"\w+", value):  # a bare name is a variable
         return _value(value, values, target)
     return _HOLE.sub(lambda hole: _value(hole[1], values, target), _word(value))
 

@@ -122,15 +122,25 @@ def debootstrap(docker: list[str], env: dict[str, str], arch: str) -> str:
     return name
 
 
-def build_command(docker: list[str], target: dict, options: argparse.Namespace, place: str) -> list:
-    """`docker build` for one target and platform."""
+def emulate(env: dict[str, str]) -> None:
+    """Let this machine run the other processor's programs. Raises BuildError."""
+    helper = CHECKOUT / "scripts" / "lib" / "emulate.sh"
+    if HERE != "linux/amd64":
+        raise BuildError("images for linux/amd64 are built on x86_64, or with buildx")
+    if subprocess.run([helper], env=env).returncode != 0:
+        raise BuildError("programs for linux/arm64 do not run here; the reason is above")
+
+
+def build_command(
+    docker: list[str], target: dict, options: argparse.Namespace, place: str, bases: dict[str, str]
+) -> list[str]:
+    """`docker build` for one target and platform, with `bases` instead of the pinned images."""
     command = [*docker, "build", "--network", "host", "--file", target["dockerfile"]]
     command += ["--target", options.stage or target["target"]]
     if place != HERE:
         command += ["--platform", place]
     arguments = dict(target["args"])
-    if options.base:
-        arguments |= {"BASE_IMAGE": options.base, "BUILDER_IMAGE": options.base}
+    arguments |= bases
     # Known to buildx by itself; an engine without it fills them in only for foreign platforms.
     arguments |= {"TARGETARCH": place.partition("/")[2], "BUILDPLATFORM": HERE}
     for name, value in sorted(arguments.items()):
@@ -171,11 +181,17 @@ def build(options: argparse.Namespace) -> None:
         if not options.platform and HERE in places:
             places = [HERE]
         for place in places:
-            if options.debootstrap and not options.print:
-                # A stage that only cross-compiles needs no base of the other processor.
-                arch = HERE if options.stage in ("wheel", "libraries", "packer") else place
-                options.base = debootstrap(docker, env, arch.partition("/")[2])
-            command = build_command(docker, target, options, place)
+            # A stage that only cross-compiles needs nothing of the other processor.
+            arch = HERE if options.stage in ("wheel", "libraries", "packer") else place
+            if arch != HERE and not options.print:
+                emulate(env)
+            bases = {}
+            if options.base:
+                bases = {"BASE_IMAGE": options.base, "BUILDER_IMAGE": options.base}
+            elif options.debootstrap and not options.print:
+                bases["BUILDER_IMAGE"] = debootstrap(docker, env, HERE.partition("/")[2])
+                bases["BASE_IMAGE"] = debootstrap(docker, env, arch.partition("/")[2])
+            command = build_command(docker, target, options, place, bases)
             if options.print:
                 print(shlex.join(command))
                 continue

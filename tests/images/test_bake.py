@@ -1,9 +1,11 @@
 """The files that images are made from: one place for versions, digests everywhere."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import warnings
 
 import bake
 import pytest
@@ -35,6 +37,30 @@ def test_targets(targets):
         name: [f"exl3-fleet:{name}"] for name in TARGETS
     }
     assert all(t["dockerfile"] == "images/Dockerfile" for t in targets.values())
+
+
+def test_buildx_reads_the_files_as_we_do(checkout):
+    """`docker buildx bake --print` is the judge of what the two files mean."""
+    found = subprocess.run(
+        [checkout / "scripts/lib/buildx.sh"], capture_output=True, text=True, cwd=checkout
+    )
+    if found.returncode != 0:
+        reason = f"NO BUILDX, the bake file is NOT compared: {found.stderr.strip()[-300:]}"
+        warnings.warn(reason, stacklevel=2)
+        pytest.skip(reason)
+    env = {**os.environ, **images.environment(), "REGISTRY": "registry.example.org/team/"}
+    files = ("-f", images.VERSIONS, "-f", images.BAKE)
+    for group, names in (("default", list(TARGETS)), ("cuda", ["sm120", "sm121", "hopper"])):
+        command = [found.stdout.strip(), "bake", *files, "--print", group]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=checkout)
+        assert done.returncode == 0, done.stderr
+        theirs = json.loads(done.stdout)["target"]
+        ours = bake.targets(images.BAKE, bake.variables(images.VERSIONS, env))
+        assert theirs == {name: ours[name] for name in names}
+    # What is pushed carries both attestations.
+    assert {tuple(target["attest"]) for target in theirs.values()} == {
+        ("type=sbom", "type=provenance,mode=max")
+    }
 
 
 def test_every_argument_is_declared_on_both_sides(targets, dockerfile):
@@ -88,6 +114,9 @@ def test_a_variable_nobody_declared_is_named(tmp_path):
         bake.targets(file, {})
     file.write_text('target "x" {\n inherits = ["y"]\n tags = ["a"]\n}\n')
     with pytest.raises(bake.BakeError, match=r"inherits from 'y'"):
+        bake.targets(file, {})
+    file.write_text('target "x" {\n matrix = {\n  a = [{ b = "1" }]\n  c = []\n }\n}\n')
+    with pytest.raises(bake.BakeError, match=r"matrix of target x has 2 variables"):
         bake.targets(file, {})
 
 

@@ -17,6 +17,7 @@ target "common" {
   args = {
     BASE_IMAGE        = BASE_IMAGE
     BUILDER_IMAGE     = BUILDER_IMAGE
+    EXTRA_PACKAGES    = EXTRA_PACKAGES
     TORCH_HEADERS     = TORCH_HEADERS
     GLIBC             = GLIBC
     SOURCE_DATE_EPOCH = SOURCE_DATE_EPOCH

@@ -26,6 +26,7 @@ import tomllib
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bake
+import image_diff
 import pip_relay
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -196,6 +197,8 @@ def build(options: argparse.Namespace) -> None:
                 print(shlex.join(command))
                 continue
             run(command, env)
+            if options.twice:
+                again(docker, command, target["tags"][0], env)
             if options.out and not options.stage:
                 archive = Path(options.out) / f"exl3-fleet-{name}.tar"
                 archive.parent.mkdir(parents=True, exist_ok=True)
@@ -207,6 +210,18 @@ def build(options: argparse.Namespace) -> None:
                 print(f"==> archive: {archive}")
             if not options.stage:
                 print(f"==> image: {target['tags'][0]} ({place})", flush=True)
+
+
+def again(docker: list[str], command: list[str], name: str, env: dict[str, str]) -> None:
+    """Build an image once more and compare it with the one that is there, file by file.
+
+    The older one stays as NAME-first. Raises BuildError where they differ in undeclared places.
+    """
+    subprocess.run([*docker, "tag", name, f"{name}-first"], check=True, env=env)
+    run(command, env)
+    host = ["--docker-host", env["DOCKER_HOST"]] if "DOCKER_HOST" in env else []
+    if image_diff.main([f"{name}-first", name, *host]) != 0:
+        raise BuildError(f"two builds of {name} differ where they should not; see above")
 
 
 def run(command: list[str], env: dict[str, str]) -> None:
@@ -230,6 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine")
     parser.add_argument("--out")
     parser.add_argument("--no-cache", action="store_true")
+    parser.add_argument("--twice", action="store_true")
     parser.add_argument("--print", action="store_true")
     parser.add_argument("--environment", action="store_true")
     options = parser.parse_args(arguments)
@@ -240,6 +256,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.stage == "wheel" and not options.out:
         options.out = "dist"
+    if options.twice and options.stage:
+        parser.error("--twice compares whole images, not a --stage")
+    options.no_cache |= options.twice
     try:
         build(options)
     except (BuildError, bake.BakeError) as error:

@@ -67,8 +67,7 @@ def test_every_argument_is_declared_on_both_sides(targets, dockerfile):
     declared = set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
     given = {name for target in targets.values() for name in target["args"]}
     assert given <= declared
-    own = {"TARGETARCH", "EXTRA_PACKAGES", "EXTRAS"}
-    assert declared - given == own
+    assert declared - given == {"TARGETARCH"}
 
 
 def test_bases_are_pinned_by_digest_and_nothing_else_says_a_version(targets, dockerfile):

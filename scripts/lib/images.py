@@ -112,14 +112,15 @@ def debootstrap(docker: list[str], env: dict[str, str], arch: str) -> str:
             raise BuildError("debootstrap failed:\n" + log.read_text()[-2000:])
         for place in ("var/cache/apt/archives", "var/lib/apt/lists"):
             shutil.rmtree(root / place, ignore_errors=True)
-        packed = subprocess.Popen(
-            ["tar", "-C", str(root), "--numeric-owner", "-c", "."], stdout=subprocess.PIPE
-        )
-        command = [*docker, "import", "--platform", f"linux/{arch}", "-", name]
-        done = subprocess.run(command, stdin=packed.stdout, capture_output=True, text=True, env=env)
-        packed.wait()
+        # Not `docker import`: engines before 23 give what they import the processor of their own.
+        (root.parent / "Dockerfile").write_text("FROM scratch\nADD root.tar /\n")
+        command = ["tar", "-C", str(root), "--numeric-owner", "-cf", f"{root}.tar", "."]
+        subprocess.run(command, check=True)
+        shutil.rmtree(root)
+        command = [*docker, "build", "--quiet", "--platform", f"linux/{arch}", "--tag", name]
+        done = subprocess.run([*command, scratch], capture_output=True, text=True, env=env)
         if done.returncode != 0:
-            raise BuildError(f"docker import failed: {done.stderr.strip()}")
+            raise BuildError(f"the base cannot be packed: {done.stderr.strip()}")
     return name
 
 

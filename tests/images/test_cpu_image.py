@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import images
 
+NAME = "exl3-fleet:cpu"
 USER = "12345:23456"
 LOCKED_DOWN = [
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
@@ -291,15 +293,41 @@ def test_stops_while_it_still_loads(docker, container, checkout):
     assert state["ExitCode"] != 137, "it had to be killed"
 
 
-def test_a_second_build_builds_nothing(docker_host, image, inspected, checkout, docker):
-    import os
+@pytest.fixture
+def build_again(docker_host, image, checkout):
+    """A function that builds once more, with other settings of images/versions.json."""
 
-    command = [checkout / "scripts/build-images", "cpu", "--debootstrap"]
-    env = {**os.environ, "DOCKER_HOST": docker_host}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    def run(*words, **settings):
+        command = [checkout / "scripts/build-images", "cpu", "--debootstrap", *words]
+        env = {**os.environ, "DOCKER_HOST": docker_host, **settings}
+        return subprocess.run(command, capture_output=True, text=True, env=env)
+
+    return run
+
+
+def test_a_second_build_builds_nothing(image, inspected, docker, build_again):
+    done = build_again()
     log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-2000:]
     steps = set(re.findall(r"^#(\d+) \[(?!internal)[^\]]+\] (?:RUN|COPY)", log, re.MULTILINE))
     cached = set(re.findall(r"^#(\d+) CACHED", log, re.MULTILINE))
     assert len(steps) > 10 and steps <= cached, sorted(steps - cached)
     again = json.loads(docker("image", "inspect", image).stdout)[0]
     assert again["RootFS"] == inspected["RootFS"]
+
+
+def test_an_image_over_its_budget_ends_the_build(build_again):
+    done = build_again(BUDGET_MB_CPU="2000")
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert re.search(r"the image holds \d+ MB, more than 5 % over its budget of 2000 MB", said)
+
+
+def test_packages_for_rdma_are_an_extra(docker, build_again):
+    """The first layers alone: what is installed does not depend on the rest."""
+    done = build_again("--stage", "base", EXTRA_PACKAGES="libibverbs1 ibverbs-providers")
+    assert done.returncode == 0, done.stderr[-2000:]
+    script = "ls /usr/lib/*/libibverbs.so.1 /usr/lib/*/libibverbs/libmlx5*"
+    options = ("--rm", "--network", "none", "--entrypoint", "/bin/sh")
+    assert "libmlx5" in docker("run", *options, f"{NAME}-base", "-c", script).stdout
+    docker("image", "rm", f"{NAME}-base")

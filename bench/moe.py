@@ -141,13 +141,14 @@ def run_ours(layer: Layer, x, weights, ids, plan: list[int] | None) -> torch.Ten
 
 
 def plans_of(text: str) -> list[list[int] | None]:
-    """`auto,8f,8,64` to what `exl3::moe_with` takes; None for the rule.
+    """`auto,4f,8,64` to what `exl3::moe_with` takes; None for the rule.
 
     Raises:
         ValueError: another name.
     """
-    known = {"auto": None, "8f": [8, 1, 0, 0]}
-    known |= {str(rows): [rows, 0, 0, 0] for rows in (8, 16, 32, 64, 128)}
+    known = {"auto": None}
+    known |= {f"{rows}f": [rows, 1, 0, 0] for rows in (1, 2, 4, 8)}
+    known |= {str(rows): [rows, 0, 0, 0] for rows in (1, 2, 4, 8, 16, 32, 64, 128)}
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -196,7 +197,7 @@ def main(
     bits: Annotated[str, typer.Option(help="rates")] = "4",
     codebooks: Annotated[str, typer.Option(help="codebooks")] = "mcg",
     rows: Annotated[str, typer.Option(help="tokens")] = "1,2,4,8,16,32,64,256,2048,8192",
-    plans: Annotated[str, typer.Option(help="auto, 8f, 8, 16, 32, 64, 128")] = "auto",
+    plans: Annotated[str, typer.Option(help="auto, 1f to 8f, 1 to 128")] = "auto",
     peers: Annotated[str, typer.Option(help="all, none, or names")] = "all",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
     json_file: Annotated[Path | None, typer.Option("--json", help="one line a point")] = None,

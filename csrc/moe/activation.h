@@ -9,6 +9,8 @@ namespace exl3 {
 
 enum class ActivationKind : int { kSwiglu = 0, kGelu = 1, kGeluTanh = 2 };
 
+inline constexpr float kTwoRootTwoOverPi = 1.5957691216057308f;  // GELU by tanh, as a sigmoid
+
 // gate is first cut at `limit` from above, up at both sides; infinity cuts nothing. kSwiglu is
 // gate * sigmoid(alpha * gate): alpha 1 and beta 0 are SiLU. The others do not look at alpha.
 struct Activation {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "linear/gemm_limits.h"
+#include "moe/stream_limits.h"
 
 namespace exl3 {
 namespace {
@@ -28,11 +29,33 @@ int rows_of_tile(double average) {
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// Tiles of the route for few tokens: as tall as their inputs fit into shared memory, since an
+// expert with more rows is decoded again. 0 where that would be the rule, or nothing fits.
+int rows_of_stream(const DeviceFacts& device, const MoeShape& shape, int blocks) {
+  if (shape.tokens * shape.top_k > kMoeStreamPairs) return 0;
+  const int64_t wanted = std::min<int64_t>(shape.tokens, kMoeStreamRows);
+  int rows = kMoeStreamRows;
+  while (rows / 2 >= wanted) rows /= 2;
+  while (rows > 0 && !moe_stream_runs(device, shape, rows, blocks)) rows /= 2;
+  const int64_t pairs = shape.tokens * shape.top_k;
+  return rows >= wanted || 2 * pairs <= rows * shape.global_experts ? rows : 0;
+}
+
 }  // namespace
+
+bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows, int blocks) {
+  const bool legal = rows == 1 || rows == 2 || rows == 4;
+  if (!legal || blocks < 1 || device.architecture != 90 || !shape.two_products) return false;
+  const int64_t tokens = std::min<int64_t>(shape.tokens, kMoeStreamPairs / shape.top_k);
+  const MoeStreamWorkspace w =
+      moe_stream_workspace(shape, {rows, 0, blocks, tokens, false}, tokens);
+  return kStreamRingBytes + std::max(w.gate_up_inputs, w.down_inputs) + kMoeRouteBytes <=
+         device.shared_bytes;
+}
 
 int64_t most_tiles(const MoeShape& shape, int64_t tokens, int rows) {
   const int64_t pairs = tokens * shape.top_k;
-  return pairs / rows + std::min(shape.experts, pairs);
+  return std::min(pairs, pairs / rows + std::min(shape.experts, pairs));
 }
 
 MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options) {
@@ -46,6 +69,13 @@ MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const Pla
   const int64_t tokens = std::min(shape.tokens, chunk);
   const double average = static_cast<double>(tokens * shape.top_k) /
                          static_cast<double>(std::max<int64_t>(1, shape.global_experts));
+  const bool fast = device.architecture == 90 && !options.exact && !options.batch_invariant;
+  if (!options.batch_invariant) {
+    if (const int rows = rows_of_stream(device, shape, device.multiprocessors); rows > 0) {
+      return {rows, fast ? 1 : 0, device.multiprocessors, std::max<int64_t>(1, shape.tokens),
+              false};
+    }
+  }
   MoeChoice choice{};
   choice.chunk = chunk;
   if (options.batch_invariant) {
@@ -55,7 +85,6 @@ MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const Pla
   } else {
     choice.rows = rows_of_tile(average);
   }
-  const bool fast = device.architecture == 90 && !options.exact && !options.batch_invariant;
   choice.form = fast && choice.rows == kFastRows ? 1 : 0;
   choice.blocks = device.multiprocessors * gemm_blocks_of_sm(choice.rows, device.shared_bytes);
   return choice;
@@ -86,6 +115,32 @@ MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64
   w.partials = take((paired ? 3 : 1) * int64_t{choice.blocks} * partial_bytes(choice.rows));
   w.out = take(tokens * shape.top_k * shape.n * 4);
   w.total = at;
+  return w;
+}
+
+MoeStreamWorkspace moe_stream_workspace(const MoeShape& shape, const MoeChoice& choice,
+                                        int64_t tokens) {
+  const int64_t tiles = most_tiles(shape, tokens, choice.rows);
+  const int64_t inner = shape.inner / 128, outer = shape.n / 128;
+  const int64_t row_bytes = choice.rows * partial_bytes(1);
+  MoeStreamWorkspace w{};
+  int64_t at = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t begin = at;
+    at += aligned(bytes);
+    return begin;
+  };
+  w.gate_up_sums = take((choice.blocks + tiles * 2 * inner) * row_bytes);
+  w.gate_up_ends = take(tiles * 2 * inner * row_bytes);
+  w.down_sums = take((choice.blocks + tiles * outer) * row_bytes);
+  w.down_ends = take(tiles * outer * row_bytes);
+  w.total = at;
+  const auto inputs = [&](int64_t halves, int64_t k, int64_t strips) {
+    return static_cast<int>(std::min<int64_t>(
+        moe_stream_input_bytes(tiles, halves, k, strips, choice.blocks, choice.rows), 1 << 30));
+  };
+  w.gate_up_inputs = inputs(2, shape.k, inner);
+  w.down_inputs = inputs(1, shape.inner, outer);
   return w;
 }
 

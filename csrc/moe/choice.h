@@ -12,15 +12,23 @@ struct MoeShape {
   int top_k;
   int64_t experts, global_experts;
   int64_t k, inner, n;
+  // Gate and up of all experts are of one kind, down likewise: two products, as the route for few
+  // tokens knows them.
+  bool two_products = true;
 };
 
 struct MoeChoice {
-  int rows;           // of a tile: 8, 16, 32, 64 or 128
+  int rows;           // of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128
   int form;           // 0 exact, 1 fast
   int blocks;         // thread blocks of a product
   int64_t chunk;      // tokens that go through all kernels at once
   bool whole_strips;  // k is cut nowhere
 };
+
+constexpr bool is_moe_stream(int rows) { return rows < 8; }
+
+// Whether the route for few tokens can serve a layer with such tiles and so many thread blocks.
+bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows, int blocks);
 
 MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options);
 
@@ -35,5 +43,13 @@ struct MoeWorkspace {
 };
 MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
                            int lists, int launches, bool paired);
+
+// The same for the route for few tokens, and the shared memory of the inputs of both products.
+struct MoeStreamWorkspace {
+  int64_t gate_up_sums, gate_up_ends, down_sums, down_ends, total;
+  int gate_up_inputs, down_inputs;
+};
+MoeStreamWorkspace moe_stream_workspace(const MoeShape& shape, const MoeChoice& choice,
+                                        int64_t tokens);
 
 }  // namespace exl3

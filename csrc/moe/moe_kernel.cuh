@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem
       for (int j = 0; j < 4; ++j) {
         const int channel = static_cast<int>(column) + j;
         const bool counts = channel >= p.inner_begin && channel < p.inner_end;
-        v[j] = counts ? gated(p, both[0][j], both[1][j]) : 0.0f;
+        v[j] = counts ? gated(p.slope, p.cubic, p.beta, p.limit, both[0][j], both[1][j]) : 0.0f;
       }
       to_down_input(suh, lane, v);
     }

@@ -1,6 +1,8 @@
 // Kernels of routed experts at 5 bits per weight.
 #include "moe/moe_launch.cuh"
+#include "moe/stream_launch.cuh"
 
 namespace exl3 {
 template cudaError_t launch_moe_gemm<10>(MoeGemmParams&, const GemmLaunch&);
+template cudaError_t launch_moe_stream<10>(const MoeStreamParams&, const MoeStreamLaunch&);
 }  // namespace exl3

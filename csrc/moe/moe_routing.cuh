@@ -13,8 +13,9 @@ namespace exl3 {
 // exist: a map is never indexed with them.
 __device__ __forceinline__ int local_expert(const void* ids, bool wide, const int* map, int pair,
                                             int global_experts, int experts) {
-  const int64_t id = wide ? __ldg(static_cast<const long long*>(ids) + pair)
-                          : __ldg(static_cast<const int*>(ids) + pair);
+  // Past L1: with dependent launch the router may be the kernel just before.
+  const int64_t id = wide ? __ldcg(static_cast<const long long*>(ids) + pair)
+                          : __ldcg(static_cast<const int*>(ids) + pair);
   if (id < 0 || id >= global_experts) return -1;
   const int place = map == nullptr ? static_cast<int>(id) : __ldg(map + id);
   return place < experts ? place : -1;
@@ -61,11 +62,21 @@ __device__ __forceinline__ float4 load_scales(const uint16_t* from) {
 
 // a(gate) * (up + beta) where a is gate * sigmoid(gate * (slope + cubic * gate^2)): SiLU, and GELU
 // by tanh, as one short piece of code. The fast quotient is good to two units in the last place.
-__device__ __forceinline__ float gated(const MoeGemmParams& p, float gate, float up) {
-  gate = gate > p.limit ? p.limit : gate;
-  up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-  const float inner = gate * fmaf(p.cubic * gate, gate, p.slope);
-  return __fdividef(gate, 1.0f + expf(-inner)) * (up + p.beta);
+__device__ __forceinline__ float gated(float slope, float cubic, float beta, float limit,
+                                       float gate, float up) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  const float inner = gate * fmaf(cubic * gate, gate, slope);
+  return __fdividef(gate, 1.0f + expf(-inner)) * (up + beta);
+}
+
+// The same where the kind is known at run time only, GELU by erf among them.
+__device__ __forceinline__ float activate_fast(const Activation& a, float gate, float up) {
+  if (a.kind == ActivationKind::kGelu) return activate(a, gate, up);
+  const bool tanh = a.kind == ActivationKind::kGeluTanh;
+  const float slope = tanh ? kTwoRootTwoOverPi : a.alpha;
+  const float cubic = tanh ? kTwoRootTwoOverPi * 0.044715f : 0.0f;
+  return gated(slope, cubic, a.beta, a.limit, gate, up);
 }
 
 // Inputs of down, channels 4 * lane of a block: their scales and their transform, not yet rounded.

@@ -1,4 +1,6 @@
 // torch registration of the routed experts on CUDA: work lists, workspaces, launches.
+#include "ops/cuda_moe.h"
+
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -18,35 +20,6 @@ namespace exl3::ops {
 namespace {
 
 using torch::headeronly::ScalarType;
-
-constexpr int kGate = 0, kUp = 1, kDown = 2;
-
-// One product: the experts whose matrix of a projection is of one kind. Where gate and up are one
-// product, the projection is that of gate.
-struct Product {
-  int projection, kind;
-};
-
-struct Call {
-  const MoeArguments& a;
-  const uint8_t *w13, *w2;
-  const uint16_t *w13_suh, *w13_svh, *w2_suh, *w2_svh;
-  Dtype dtype;
-  bool weight_on_input;
-  MoeShape shape;
-  MoeChoice choice;
-  std::vector<Product> products;
-  int lists;
-  bool dependent;
-  int multiprocessors;
-  cudaStream_t stream;
-};
-
-DecodeConstants constants_of(int codebook) {
-  Shard shard{};
-  shard.codebook = codebook;
-  return shard.constants();
-}
 
 std::vector<Product> products_of(const MoeArguments& a) {
   std::vector<Product> products;
@@ -183,8 +156,8 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
     // SiLU is gate * sigmoid(alpha gate); GELU by tanh is gate * sigmoid(2 sqrt(2 / pi) (gate +
     // 0.044715 gate^3)).
     const bool tanh = a.activation.kind == ActivationKind::kGeluTanh;
-    gemm.slope = tanh ? 1.5957691216057308f : a.activation.alpha;
-    gemm.cubic = tanh ? 1.5957691216057308f * 0.044715f : 0.0f;
+    gemm.slope = tanh ? kTwoRootTwoOverPi : a.activation.alpha;
+    gemm.cubic = tanh ? kTwoRootTwoOverPi * 0.044715f : 0.0f;
     gemm.beta = a.activation.beta;
     gemm.limit = a.activation.limit;
     gemm.inner_begin = static_cast<int>(a.inner_begin);
@@ -195,10 +168,8 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
     gemm.partials = at(floats, w.partials);
     gemm.flags = flags + index * call.choice.blocks;
     gemm.constants = constants_of(kind.codebook);
-    const GemmLaunch launch{
-        rows, fast ? Form::kFast : Form::kExact,
-        kind.codebook == CodebookMul1::kIndex ? Family::kByteSum : Family::kHalves, call.dependent,
-        call.stream};
+    const GemmLaunch launch{rows, fast ? Form::kFast : Form::kExact, family_of(kind),
+                            call.dependent, call.stream};
     check_launch("a product of the experts", with_rate(kind.tile_words / 8, [&](auto rate) {
                    return launch_moe_gemm<decltype(rate)::half_bits>(gemm, launch);
                  }));
@@ -223,17 +194,34 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
 }
 
 // A choice from its numbers: rows, form, blocks (0: the rule's), chunk (0: the rule's).
-void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceFacts& facts) {
+void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceFacts& facts,
+           const MoeShape& shape) {
   STD_TORCH_CHECK(numbers.size() == 4, "exl3::moe_with: plan holds ", numbers.size(),
                   " numbers, expected rows, form, blocks, tokens");
   const int64_t rows = numbers[0], form = numbers[1], blocks = numbers[2], chunk = numbers[3];
-  const bool legal_rows = rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
-  STD_TORCH_CHECK(legal_rows && (form == 0 || (form == 1 && rows == kFastRows)) && blocks >= 0 &&
+  const bool stream = rows == 1 || rows == 2 || rows == 4;
+  const bool legal_rows =
+      stream || rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
+  STD_TORCH_CHECK(legal_rows && (form == 0 || (form == 1 && rows <= kFastRows)) && blocks >= 0 &&
                       blocks < (1 << 16) && chunk >= 0 && chunk < (1 << 16),
                   "exl3::moe_with: plan (", rows, ", ", form, ", ", blocks, ", ", chunk,
-                  ") is none: rows 8, 16, 32, 64 or 128, form 1 with 8 alone");
+                  ") is none: rows 1, 2, 4, 8, 16, 32, 64 or 128, form 1 up to 8 alone");
   choice.rows = static_cast<int>(rows);
   choice.form = static_cast<int>(form);
+  if (stream) {
+    int positions = blocks > 0 ? static_cast<int>(blocks) : facts.multiprocessors;
+    // Fewer blocks meet more experts each, until their inputs do not fit.
+    while (positions < (1 << 16) && !moe_stream_runs(facts, shape, choice.rows, positions)) {
+      ++positions;
+    }
+    STD_TORCH_CHECK(positions < (1 << 16), "exl3::moe_with: ", rows,
+                    " rows a tile need a card of compute capability 9.0, one kind of weights for "
+                    "gate and up and one for down, and inputs that fit its shared memory");
+    choice.blocks = positions;
+    const int64_t most = kMoeStreamPairs / shape.top_k;
+    choice.chunk = chunk > 0 ? std::min(chunk, most) : most;
+    return;
+  }
   choice.blocks = blocks > 0
                       ? static_cast<int>(blocks)
                       : facts.multiprocessors * gemm_blocks_of_sm(choice.rows, facts.shared_bytes);
@@ -258,8 +246,6 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
                     "exl3::moe: weights and scales must begin at a multiple of 16 bytes; clone "
                     "the view that does not");
   }
-  // GELU by erf is long code that the product's epilogue shall not carry along.
-  a.paired = a.paired && a.activation.kind != ActivationKind::kGelu;
   const DeviceFacts& facts = device_facts(device);
   const Dtype dtype = activation_dtype("exl3::moe", a.x);
   Tensor y = torch::stable::new_empty(a.x, {a.m, a.n_out});
@@ -270,9 +256,13 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   const auto halves = [](const Tensor& t) {
     return static_cast<const uint16_t*>(t.const_data_ptr());
   };
-  const MoeShape shape{a.m, a.top_k, a.experts, a.global_experts, a.k, a.inner, a.n};
+  const MoeShape shape{a.m, a.top_k, a.experts, a.global_experts,
+                       a.k, a.inner, a.n,       has_two_products(a)};
   MoeChoice choice = choose_moe(facts, shape, {options().exact, options().batch_invariant});
-  if (forced != nullptr) force(choice, *forced, facts);
+  if (forced != nullptr) force(choice, *forced, facts, shape);
+  // GELU by erf is long code that the epilogue of tall tiles shall not carry along.
+  const bool stream = is_moe_stream(choice.rows);
+  a.paired = a.paired && (stream || a.activation.kind != ActivationKind::kGelu);
   Call call{a,
             bytes(w13_trellis),
             bytes(w2_trellis),
@@ -291,18 +281,22 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
             stream_of(device)};
   call.lists = a.kinds.size() == 1 ? 1 : static_cast<int>(call.products.size());
   const int64_t most = std::min(a.m, choice.chunk);
-  const MoeWorkspace w = moe_workspace(shape, choice, most, call.lists,
-                                       static_cast<int>(call.products.size()), a.paired);
+  const int64_t bytes_needed = stream
+                                   ? moe_stream_workspace(shape, choice, most).total
+                                   : moe_workspace(shape, choice, most, call.lists,
+                                                   static_cast<int>(call.products.size()), a.paired)
+                                         .total;
   // Units of work are counted in 32 bits on the device.
   const int64_t units = most_tiles(shape, most, choice.rows) * (a.k / 16) * (a.inner / 64) +
                         most_tiles(shape, most, choice.rows) * (a.inner / 16) * (a.n / 128);
   STD_TORCH_CHECK(units < (int64_t{1} << 30), "exl3::moe: ", most, " tokens of ", a.top_k,
                   " experts of ", a.k, " x ", a.inner, " are too many at once");
-  const Tensor workspace = torch::stable::new_empty(w13_trellis, {(w.total + 1) / 2});
+  const Tensor workspace = torch::stable::new_empty(w13_trellis, {(bytes_needed + 1) / 2});
   auto* data = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   for (int64_t first = 0; first < a.m; first += choice.chunk) {
-    run_chunk(call, first, std::min(choice.chunk, a.m - first), data,
-              static_cast<uint16_t*>(y.mutable_data_ptr()));
+    const int64_t tokens = std::min(choice.chunk, a.m - first);
+    (stream ? run_stream : run_chunk)(call, first, tokens, data,
+                                      static_cast<uint16_t*>(y.mutable_data_ptr()));
   }
   return y;
 }

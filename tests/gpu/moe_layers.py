@@ -12,6 +12,11 @@ from tests.moe import moe_cases, moe_oracle
 
 MCG4 = Kind("mcg", 64)
 PLANS = {
+    "stream1": [1, 0, 0, 0],
+    "stream1-fast": [1, 1, 0, 0],
+    "stream2-fast": [2, 1, 0, 0],
+    "stream4": [4, 0, 0, 0],
+    "stream4-fast": [4, 1, 0, 0],
     "rows8": [8, 0, 0, 0],
     "rows8-fast": [8, 1, 0, 0],
     "rows16": [16, 0, 0, 0],
@@ -19,7 +24,8 @@ PLANS = {
     "rows64": [64, 0, 0, 0],
     "rows128": [128, 0, 0, 0],
 }
-"""What `exl3::moe_with` takes: rows of a tile, form, blocks and tokens at once (0: the rule)."""
+"""What `exl3::moe_with` takes: rows of a tile, form, blocks and tokens at once (0: the rule). Up to
+4 rows are the route for few tokens."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -29,6 +35,17 @@ class Layer:
 
     packed: experts.Experts
     oracle: moe_oracle.Layer
+
+    def takes(self, plan) -> bool:
+        """Whether a plan serves this layer: the route for few tokens knows two kinds of weights."""
+        if plan is None or plan[0] >= 8:
+            return True
+        uses = self.packed.kinds[2::3]
+        return bool(
+            self.packed.sizes[3]
+            and sum(use & 1 for use in uses) == 1
+            and sum(use >> 2 for use in uses) == 1
+        )
 
     def run(self, x, weights, ids, plan=None, expert_map=None, activation=SILU, on_input=False):
         """`exl3::moe`, or `exl3::moe_with` where a plan is given."""

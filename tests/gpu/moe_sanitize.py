@@ -39,6 +39,8 @@ def main() -> int:
         held = moe_layers.Layer(ours, None)
         dtype = moe_layers.DTYPES[number % 2]
         for name, plan in moe_layers.PLANS.items():
+            if not held.takes(plan):
+                continue
             for m in (1, 19) if k == 128 else (3, 2 * plan[0] + 3):
                 weights, ids = moe_cases.routing([number, m], m, 2, count)
                 ids[m // 2, 0] = -1

@@ -26,12 +26,25 @@ def choose(device, tokens, shape, options=0):
 
 
 def test_tiles_grow_with_the_rows_of_an_expert():
-    heights = [choose(H200, m, QWEN3)[0] for m in (1, 64, 95, 96, 192, 384, 768, 4096)]
+    heights = [choose(H200, m, QWEN3)[0] for m in (9, 64, 95, 96, 192, 384, 768, 4096)]
     assert heights == [8, 8, 8, 16, 32, 64, 64, 128]
     for device in (H200, PRO6000, A100):
         for shape in (QWEN3, GLM):
             rows = [choose(device, m, shape)[0] for m in range(1, 2000, 37)]
-            assert rows == sorted(rows) and set(rows) <= {8, 16, 32, 64, 128}
+            assert rows == sorted(rows) and set(rows) <= {1, 8, 16, 32, 64, 128}
+
+
+def test_few_tokens_have_a_route_of_their_own():
+    """As many rows a tile as there are tokens, up to 4, where shared memory has room for them."""
+    assert [choose(H200, m, QWEN3)[0] for m in range(1, 9)] == [1, 2, 4, 4, 4, 4, 4, 4]
+    assert [choose(H200, m, GLM)[0] for m in (1, 2, 4, 8, 9)] == [1, 2, 2, 2, 8]
+    # Few wide experts have many rows each, and one row a tile would decode them again and again.
+    mixtral = (2, 8, 8, 4096, 14336, 4096)
+    assert [choose(H200, m, mixtral)[0] for m in (1, 8)] == [1, 8]
+    for device in (PRO6000, A100):
+        assert choose(device, 1, QWEN3)[0] == 8
+    assert choose(H200, 1, QWEN3, BATCH_INVARIANT)[0] == 32
+    assert choose(H200, 1, QWEN3)[2] == choose(H200, 8, GLM)[2] == 132
 
 
 def test_experts_of_other_ranks_count_in_the_average():
@@ -50,7 +63,7 @@ def test_forms():
 
 
 def test_blocks_are_what_a_card_holds_at_once():
-    assert choose(H200, 1, QWEN3)[2] == 264
+    assert choose(H200, 16, QWEN3)[2] == 264
     assert choose(H200, 4096, QWEN3)[2] == 132
     assert choose(PRO6000, 1, QWEN3)[2] == 188
     assert choose(A100, 1, QWEN3)[2] == 108

@@ -1,0 +1,61 @@
+// One call of the routed experts on CUDA: what its two routes share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "moe/choice.h"
+#include "moe/moe.h"
+#include "ops/cuda_problem.h"
+#include "ops/moe_problem.h"
+
+namespace exl3::ops {
+
+inline constexpr int kGate = 0, kUp = 1, kDown = 2;
+
+// One product: the experts whose matrix of a projection is of one kind. Where gate and up are one
+// product, the projection is that of gate.
+struct Product {
+  int projection, kind;
+};
+
+struct Call {
+  const MoeArguments& a;
+  const uint8_t *w13, *w2;
+  const uint16_t *w13_suh, *w13_svh, *w2_suh, *w2_svh;
+  Dtype dtype;
+  bool weight_on_input;
+  MoeShape shape;
+  MoeChoice choice;
+  std::vector<Product> products;
+  int lists;
+  bool dependent;
+  int multiprocessors;
+  cudaStream_t stream;
+};
+
+// Whether a layer is two products, as the route for few tokens knows them.
+inline bool has_two_products(const MoeArguments& a) {
+  int kinds[3] = {};
+  for (const MoeKind& kind : a.kinds) {
+    for (const int projection : {kGate, kUp, kDown}) kinds[projection] += kind.used[projection];
+  }
+  return a.paired && kinds[kGate] == 1 && kinds[kDown] == 1;
+}
+
+inline Family family_of(const MoeKind& kind) {
+  return kind.codebook == CodebookMul1::kIndex ? Family::kByteSum : Family::kHalves;
+}
+
+inline DecodeConstants constants_of(int codebook) {
+  Shard shard{};
+  shard.codebook = codebook;
+  return shard.constants();
+}
+
+// Tokens [first, first + tokens) through the three kernels for few tokens.
+void run_stream(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y);
+
+}  // namespace exl3::ops

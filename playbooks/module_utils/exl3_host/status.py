@@ -132,6 +132,8 @@ def _without_supervisor(status: Status, state: dict, this_boot: bool, paths: Pat
         status.reason = "the host was restarted since it was started"
     elif state["phase"] in ("failed", "stopped"):
         status.reason = state.get("reason", state["phase"])
+        if status.manager == "systemd" and systemd.gave_up(paths.instance):
+            status.reason += ", and systemd does not start it again so often"
     else:
         status.reason = f"its supervisor (pid {state['supervisor']['pid']}) is gone"
     return status

@@ -13,9 +13,11 @@ The spec (one JSON object, written by `service.py`):
   log_max_bytes, log_keep, grace_s, burst, interval_s, backoff_s, config_hash
 
 At most `burst` starts within `interval_s` seconds; then the state says "failed" and the program
-ends with 1. With `--once` a failed server is not started again (systemd does that) and its exit
-status becomes ours. SIGTERM is passed on to the server, which has `grace_s` seconds to drain
-before its process group is killed.
+ends with 1. With `--once` a failed server is not started again (systemd does that, and the state
+goes on counting) and its exit status becomes ours. SIGTERM is passed on to the server, which has
+`grace_s` seconds to drain before its process group is killed.
+
+A disk that is full costs lines of the log, and makes the state late; it never costs the server.
 """
 
 import contextlib
@@ -88,12 +90,20 @@ class RotatingLog:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{self.path}.{number}", f"{self.path}.{number + 1}")
         if self.keep > 0:
-            shutil.copyfile(self.path, f"{self.path}.1")
+            try:
+                shutil.copyfile(self.path, f"{self.path}.1")
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{self.path}.1")
+                self.file.truncate(0)
+                self.note(f"the lines before were not kept: {error}")
+                return
         self.file.truncate(0)
 
     def note(self, text):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.file.write(f"[exl3 {stamp}] {text}\n".encode())
+        with contextlib.suppress(OSError):
+            self.file.write(f"[exl3 {stamp}] {text}\n".encode())
 
 
 class Supervisor:
@@ -104,6 +114,7 @@ class Supervisor:
         self.log = RotatingLog(spec["log"], spec["log_max_bytes"], spec["log_keep"])
         self.stopping_since = None
         self.starts = []
+        self.saved = True
         self.state = {
             "schema": "exl3-service-state/1",
             "config_hash": spec["config_hash"],
@@ -114,6 +125,9 @@ class Supervisor:
             "starts": 0,
             "exits": [],
         }
+        earlier = self.earlier() if once else {}
+        self.starts_before = earlier.get("starts", 0)
+        self.state["exits"] = earlier.get("exits", [])
         self.wake_read, self.wake_write = os.pipe()
         for end in (self.wake_read, self.wake_write):
             os.set_blocking(end, False)
@@ -125,6 +139,17 @@ class Supervisor:
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
+    def earlier(self):
+        """The state that this unit's process before us left, when systemd starts it again."""
+        try:
+            with open(self.spec["state"]) as text:
+                found = json.load(text)
+        except (OSError, ValueError):
+            return {}
+        same = ("config_hash", "boot_id")
+        goes_on = all(found.get(name) == self.state[name] for name in same)
+        return found if goes_on and found.get("phase") != "stopped" else {}
+
     def on_stop(self, *_):
         if self.stopping_since is None:
             self.stopping_since = time.monotonic()
@@ -132,9 +157,16 @@ class Supervisor:
     def save(self, **changes):
         self.state.update(changes, updated=time.time())
         draft = f"{self.spec['state']}.tmp"
-        with open(draft, "w") as out:
-            json.dump(self.state, out, indent=1)
-        os.replace(draft, self.spec["state"])
+        try:
+            with open(draft, "w") as out:
+                json.dump(self.state, out, indent=1)
+            os.replace(draft, self.spec["state"])
+        except OSError as error:
+            if self.saved:
+                self.log.note(f"cannot write the state, trying again: {error}")
+            self.saved = False
+        else:
+            self.saved = True
 
     def environment(self):
         env = dict(self.spec["env"])
@@ -162,7 +194,7 @@ class Supervisor:
         )
         self.save(
             phase="running",
-            starts=len(self.starts),
+            starts=self.starts_before + len(self.starts),
             server={"pid": child.pid, "start_ticks": start_ticks(child.pid)},
         )
         return child
@@ -196,6 +228,8 @@ class Supervisor:
             with contextlib.suppress(BlockingIOError):
                 os.read(self.wake_read, 4096)
         self.log.rotate_if_big()
+        if not self.saved:
+            self.save()
 
     def run_once(self):
         """Start the server and stay until it has ended; return its `returncode`."""

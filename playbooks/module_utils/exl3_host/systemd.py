@@ -110,5 +110,13 @@ def remove(instance: str, unit_dir: Path = UNIT_DIR) -> bool:
 
 def between_restarts(instance: str) -> bool:
     """Whether systemd waits before it starts the unit again."""
-    shown = systemctl("show", "-p", "SubState", "--value", unit_name(instance), check=False)
-    return shown.strip() == "auto-restart"
+    return _property(instance, "SubState") == "auto-restart"
+
+
+def gave_up(instance: str) -> bool:
+    """Whether systemd does not start the unit again: with Restart=always, it ended too often."""
+    return _property(instance, "ActiveState") == "failed"
+
+
+def _property(instance: str, name: str) -> str:
+    return systemctl("show", "-p", name, "--value", unit_name(instance), check=False).strip()

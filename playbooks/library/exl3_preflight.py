@@ -59,6 +59,7 @@ def main() -> None:
         for instance in instances:
             preflight.check_port(instance, given["bind_address"], store)
         preflight.check_disk(venv)
+        preflight.check_room(store)
         command = preflight.planner(venv)
         for instance in instances if command else []:
             plan = preflight.planned(command, {**given, "instance": instance})

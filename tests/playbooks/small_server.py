@@ -6,6 +6,7 @@ a server.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -99,7 +100,9 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, pattern, *values):
-        print(pattern % values, flush=True)
+        # A log that cannot be written costs no answer, as with Python's own logging.
+        with contextlib.suppress(OSError):
+            print(pattern % values, flush=True)
 
 
 class Server(ThreadingHTTPServer):

@@ -16,6 +16,7 @@ from .spec import Paths, own_pids, read_json
 
 GIB = 1 << 30
 VENV_GIB = 5.0
+ROOM_MIB = 64
 DEFAULT_PORT = 8000
 OPTIONS = ("profile", "port", "host", "api_key_file", "max_model_len", "kv_cache_gib", "pinning")
 OPTIONS += ("runtime", "image", "default_runtime", "container_user", "container_network")
@@ -85,6 +86,25 @@ def check_disk(venv: Path) -> None:
         raise HostError(
             f"{there} has {free_gib:.1f} GiB free, and the venv needs {VENV_GIB:.0f} GiB.",
             "Free space or set exl3_venv_dir to another disk.",
+        )
+
+
+def check_room(store: Path) -> None:
+    """Refuse a store on a disk that is full: a server that was stopped there could not come back.
+
+    Raises HostError. What a model needs is checked where it is fetched.
+    """
+    there = store
+    while not there.exists():
+        there = there.parent
+    disk = os.statvfs(there)
+    free_mib = disk.f_bavail * disk.f_frsize >> 20
+    if free_mib < ROOM_MIB or (disk.f_files and not disk.f_favail):
+        what = f"{free_mib} MiB" if free_mib < ROOM_MIB else "no inode"
+        raise HostError(
+            f"the disk of the store {store} is full: {what} free, {ROOM_MIB} MiB are needed for "
+            "states and logs.",
+            "Free space (exl3ctl store gc), or set exl3_store_dir to another disk.",
         )
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from . import containers, gpu_use, procs
+from . import containers, gpu_use, preflight, procs
 from .errors import HostError
 from .runner import gpus_of
 from .spec import Paths, engine_of, own_pids, read_json
@@ -46,6 +46,7 @@ def validate(plan: dict, spec: dict, paths: Paths, is_check: bool) -> None:
             owner=foreign[0].pid,
         )
     refuse_unfit(plan)
+    preflight.check_room(paths.store)
     if is_check:
         return
     model = Path(plan["model"]["dir"])

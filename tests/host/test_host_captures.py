@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from exl3_host import capture, facts, gpupin, measure, numa, topology
+from exl3_host import capture, facts, gpupin, measure, nccl, numa, peers, topology
 from gpu_host import DATA, uuid
 
 # By name: GPUs, their PCI addresses, what the kernel says of their node, the pin for all of them.
 HOSTS = {
     # One H200 given to a virtual machine of 16 CPUs and one node.
     "h200-1": (1, ["0000:00:06.0"], [None], ("none", "0-15")),
+    # Two of one board; 32 CPUs, one node.
+    "h200-2": (2, ["0000:00:06.0", "0000:00:07.0"], [None, None], ("none", "0-31")),
 }
 
 
@@ -45,7 +47,37 @@ def test_a_captured_host(name: str, tmp_path: Path) -> None:
     pin = gpupin.decide_gpus(found, count)
     assert (pin.mode, pin.cpus) == (mode, cpus)
     picture = topology.describe(found)
+    names = [f"GPU{index}" for index in range(count)]
+    rows = picture["matrix"]["rows"]
+    assert {a: rows[a]["links"] for a in rows} == {
+        a: {b: "X" if a == b else "NV18" for b in names} for a in names
+    }
+    if count > 1:
+        granted = {a: {b: "OK" for b in names if a != b} for a in names}
+        assert picture["p2p"] == {"r": granted, "w": granted}
     assert picture["warnings"] == ["inside a container (docker), parts of the host are hidden"]
+
+
+def test_memory_that_came_after_the_boot_is_counted(tmp_path: Path) -> None:
+    """The guest has 252 GiB; the files of its node speak of the 8 it booted with."""
+    (node,) = captured("h200-2", tmp_path)["numa"]["nodes"]
+    assert node["total_bytes"] == 263998500 * 1024
+    assert node["available_bytes"] < 8351216 * 1024, "what vLLM counts before it starts on a CPU"
+
+
+def test_the_peers_of_a_captured_host(tmp_path: Path) -> None:
+    """What bench/peer_access.py measured on the two H200s, judged by hand: both ways work."""
+    report = json.loads((DATA / "peers-h200-2.json").read_text())
+    found = captured("h200-2", tmp_path)
+    assert [d["pci"] for d in report["devices"]] == [g["bus_id"] for g in found["gpus"]]
+    verdict = peers.decide(report, 2)
+    assert verdict.verdict == "use" and verdict.custom_all_reduce and not verdict.warnings
+    assert verdict.layers == {"granted": "yes", "moves": "yes", "collects": "yes"}
+    assert nccl.for_peers(verdict) == []
+    # Two ranks are proved, not four; and other cards are other cards.
+    assert peers.decide(report, 4).verdict == "veto"
+    # 18 links of 26.6 GB/s: a copy between neighbours cannot be faster than 478 GB/s.
+    assert all(300 < copy["gb_s"] < 478 for copy in report["copies"])
 
 
 def test_samples_of_one_node_decide_nothing(tmp_path: Path) -> None:

@@ -193,6 +193,16 @@ def test_a_measurement_that_fails_keeps_no_profile(tmp_path):
     assert calibration.find(tmp_path / "store", facts, "r1", "auto") is None
 
 
+def test_a_missing_package_is_named(tmp_path):
+    command = program(tmp_path / "checkout", "import exl3_no_such_package.part")
+    facts = {"gpus": [{**H200, "index": 0}]}
+    with pytest.raises(HostError) as caught:
+        calibration.measure(tmp_path / "store", facts, "r1", command)
+    said = str(caught.value)
+    assert said.startswith("calibrating NVIDIA H200 needs the Python package exl3_no_such_package")
+    assert "-m pip install exl3_no_such_package" in said and "Traceback" not in said
+
+
 def test_in_an_image_one_gpu_is_handed_over_and_nothing_else():
     box = {"image": {"name": "exl3", "digest": "sha256:aa"}, "user": "2000:0"}
     command = calibration.container_command(box, "unix:///x.sock")

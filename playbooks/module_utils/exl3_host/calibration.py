@@ -171,7 +171,16 @@ def _run(command: list[str], log: Path, gpu: dict) -> None:
                 f"{command[0]} cannot be run: {error.strerror}.", "Deploy first."
             ) from None
     if status.returncode != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+        said = log.read_text(errors="replace")
+        missing = re.findall(r"^ModuleNotFoundError: No module named '([\w.]+)'", said, re.M)
+        if missing:
+            raise HostError(
+                f"calibrating {gpu['name']} needs the Python package {missing[-1]}, and "
+                f"{command[0]} has none.",
+                f"{command[0]} -m pip install {missing[-1].partition('.')[0]}, or give the Python "
+                f"of the venv (--python). Log: {log}.",
+            )
+        tail = "\n".join(said.splitlines()[-12:])
         raise HostError(
             f"calibrating {gpu['name']} ended with exit status {status.returncode}:\n{tail}",
             f"The GPU must be idle. Log: {log}; a second run goes on where this one stopped.",

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "linear/gemm_limits.h"
-#include "moe/stream_limits.h"
+#include "moe/moe_stream_limits.h"
 
 namespace exl3 {
 namespace {

@@ -1,6 +1,6 @@
 // Kernels of routed experts at 2 bits per weight.
 #include "moe/moe_launch.cuh"
-#include "moe/stream_launch.cuh"
+#include "moe/moe_stream_launch.cuh"
 
 namespace exl3 {
 template cudaError_t launch_moe_gemm<4>(MoeGemmParams&, const GemmLaunch&);

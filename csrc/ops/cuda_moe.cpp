@@ -12,6 +12,7 @@
 #include "linear/rates.h"
 #include "moe/choice.h"
 #include "moe/moe.h"
+#include "moe/moe_stream_limits.h"
 #include "ops/cuda_problem.h"
 #include "ops/moe_problem.h"
 #include "ops/stream.h"

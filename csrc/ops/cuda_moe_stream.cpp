@@ -1,6 +1,6 @@
 // The routed experts of few tokens on CUDA: three launches.
 #include "linear/rates.h"
-#include "moe/stream.h"
+#include "moe/moe_stream.h"
 #include "ops/cuda_moe.h"
 
 namespace exl3::ops {

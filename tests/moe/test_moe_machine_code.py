@@ -13,7 +13,7 @@ from tests.build import machine_code
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = [("moe_rate_half_bits_8", 120), ("moe_rate_half_bits_8", 90), ("moe_plan", 121),
-            ("moe_rows", 80), ("stream_finish", 90)]  # fmt: skip
+            ("moe_rows", 80), ("moe_stream_finish", 90)]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=COMPILED, ids=lambda p: f"{p[0]} sm_{p[1]}")
@@ -27,7 +27,7 @@ def compiled(request, tmp_path_factory) -> tuple[str, int, Path]:
 def test_registers_and_stacks(compiled):
     name, _, target = compiled
     usages = kernel_usage.read_usage(target, cuda_tools.find_tool("cuobjdump"))
-    assert len(usages) == {"moe_plan": 1, "moe_rows": 5, "stream_finish": 2}.get(name, 16)
+    assert len(usages) == {"moe_plan": 1, "moe_rows": 5, "moe_stream_finish": 2}.get(name, 16)
     assert kernel_usage.problems(usages) == []
 
 

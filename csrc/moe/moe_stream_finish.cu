@@ -6,7 +6,7 @@
 #include "device/hadamard.cuh"
 #include "device/instructions.cuh"
 #include "linear/launch.cuh"
-#include "moe/stream_inputs.cuh"
+#include "moe/moe_stream_inputs.cuh"
 
 namespace exl3 {
 namespace {

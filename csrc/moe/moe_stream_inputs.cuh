@@ -10,7 +10,7 @@
 #include "device/hadamard.cuh"
 #include "linear/input.cuh"
 #include "linear/stream_input.cuh"
-#include "moe/stream_route.cuh"
+#include "moe/moe_stream_route.cuh"
 
 namespace exl3 {
 

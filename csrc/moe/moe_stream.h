@@ -17,7 +17,7 @@
 #include "linear/operands.h"
 #include "moe/activation.h"
 #include "moe/moe.h"
-#include "moe/stream_limits.h"
+#include "moe/moe_stream_limits.h"
 
 namespace exl3 {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "linear/launch.cuh"
-#include "moe/stream_kernel.cuh"
+#include "moe/moe_stream_kernel.cuh"
 
 namespace exl3 {
 

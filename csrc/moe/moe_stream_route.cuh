@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "moe/moe_routing.cuh"
-#include "moe/stream.h"
+#include "moe/moe_stream.h"
 
 namespace exl3 {
 

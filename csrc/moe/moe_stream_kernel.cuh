@@ -13,7 +13,7 @@
 #include "linear/gemm_multiply.cuh"
 #include "linear/stream_config.cuh"
 #include "linear/stream_kernel.cuh"
-#include "moe/stream_inputs.cuh"
+#include "moe/moe_stream_inputs.cuh"
 
 namespace exl3 {
 

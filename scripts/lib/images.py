@@ -216,13 +216,13 @@ def build(options: argparse.Namespace) -> None:
 def again(docker: list[str], command: list[str], name: str, env: dict[str, str]) -> None:
     """Build an image once more and compare it with the one that is there, file by file.
 
-    The older one stays as NAME-first. Raises BuildError where they differ in undeclared places.
+    The older one stays as NAME-first. Raises BuildError where they differ.
     """
     subprocess.run([*docker, "tag", name, f"{name}-first"], check=True, env=env)
     run(command, env)
     host = ["--docker-host", env["DOCKER_HOST"]] if "DOCKER_HOST" in env else []
     if image_diff.main([f"{name}-first", name, *host]) != 0:
-        raise BuildError(f"two builds of {name} differ where they should not; see above")
+        raise BuildError(f"two builds of {name} hold different files; see above")
 
 
 def run(command: list[str], env: dict[str, str]) -> None:

@@ -191,22 +191,3 @@ def test_versions_are_json_that_bake_reads(checkout):
     assert set(body) == {"variable"}
     assert all(set(v) == {"default"} for v in body["variable"].values())
     assert all(isinstance(v["default"], str) for v in body["variable"].values())
-
-
-def test_two_images_are_compared_by_content():
-    """What a second build changes is found; what may change is known by its place."""
-    import image_diff
-
-    entry = image_diff.Entry("file", 0o644, (0, 0), "a")
-    first = {"opt/exl3/a": entry, "var/log/x": entry, "etc/gone": entry}
-    changed = image_diff.Entry("file", 0o755, (0, 0), "b")
-    second = {"opt/exl3/a": changed, "var/log/x": changed, "etc/new": entry}
-    found = image_diff.differences(first, second)
-    assert found == {
-        "etc/gone": "only in the first",
-        "etc/new": "only in the second",
-        "opt/exl3/a": "mode, content",
-        "var/log/x": "mode, content",
-    }
-    assert image_diff.reason("var/log/x") and not image_diff.reason("opt/exl3/a")
-    assert image_diff.differences(first, dict(first)) == {}

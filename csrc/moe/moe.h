@@ -16,6 +16,7 @@
 #include "device/forms.h"
 #include "linear/gemm.h"
 #include "moe/activation.h"
+#include "moe/divisor.h"
 #include "moe/limits.h"
 
 namespace exl3 {
@@ -67,24 +68,6 @@ struct MoeGatherParams {
   int blocks;
 };
 cudaError_t launch_moe_gather(const MoeGatherParams& params, bool dependent, cudaStream_t stream);
-
-// Division by a number that the host knows, of numbers below 2^31: code that runs once costs by the
-// instruction.
-struct Divisor {
-  uint32_t magic, shift;
-
-  static Divisor of(uint32_t divisor) {
-    uint32_t shift = 0;
-    while ((uint64_t{1} << shift) < divisor) ++shift;
-    const uint64_t excess = (uint64_t{1} << shift) - divisor;
-    return {static_cast<uint32_t>((excess << 32) / divisor + 1), shift};
-  }
-#if defined(__CUDACC__)
-  __device__ __forceinline__ int divide(int n) const {
-    return static_cast<int>((__umulhi(magic, static_cast<uint32_t>(n)) + n) >> shift);
-  }
-#endif
-};
 
 struct MoeGemmParams {
   // One or, where `pair`, two matrices of each expert: words, their places, scales, images.

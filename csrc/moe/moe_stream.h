@@ -17,7 +17,7 @@
 #include "linear/operands.h"
 #include "moe/activation.h"
 #include "moe/moe.h"
-#include "moe/moe_stream_limits.h"
+#include "moe/moe_stream_split.h"
 
 namespace exl3 {
 
@@ -30,34 +30,7 @@ struct MoeIds {
   int rows;  // of a tile: 1, 2 or 4
 };
 
-// How the work of a product is counted: unit = k16 step of a strip of a segment, in this order. A
-// segment is one matrix of a tile: gate and then up, or down.
-struct MoeStreamWork {
-  int steps;   // k / 16
-  int strips;  // blocks of 128 outputs of a matrix
-  int halves;  // matrices of a tile: 2 or 1
-  int least;   // units of a position, at least
-  int positions;
-  Divisor by_steps, by_strips, by_positions;
-
-  EXL3_HOST_DEVICE int tile_of(int segment) const { return halves == 2 ? segment >> 1 : segment; }
-
-  static MoeStreamWork of(int64_t k, int64_t n, int halves, int positions) {
-    const auto steps = static_cast<int>(k / 16), strips = static_cast<int>(n / 128);
-    return {steps,
-            strips,
-            halves,
-            moe_stream_least(steps),
-            positions,
-            Divisor::of(static_cast<uint32_t>(steps)),
-            Divisor::of(static_cast<uint32_t>(strips)),
-            Divisor::of(static_cast<uint32_t>(positions))};
-  }
-};
-
-// What positions and warps leave of strip s (counted over all segments), rows of 128 sums:
-//   partials[(p + s) * rows + row]  the sum of the warps of position p whose share ends in s,
-//   ends[s * rows + row]            what a warp found of s whose share goes on into the next strip.
+// Rows of 128 sums, see MoeParts.
 struct MoeStreamSums {
   float *partials, *ends;
 };

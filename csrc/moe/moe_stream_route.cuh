@@ -77,24 +77,6 @@ __device__ __forceinline__ int find_route(const MoeIds& p, MoeRoute& route) {
   return tiles;
 }
 
-// The units of a product and how they are dealt out: equal shares to positions, equal shares of
-// those to warps, the last ones smaller.
-struct MoeShares {
-  int total, share;
-
-  static __device__ __forceinline__ MoeShares of(const MoeStreamWork& work, int tiles) {
-    const int total = tiles * work.halves * work.strips * work.steps;
-    return {total, max(work.by_positions.divide(total + work.positions - 1), work.least)};
-  }
-  __device__ __forceinline__ int begin(int position) const { return min(total, position * share); }
-  __device__ __forceinline__ int end(int position) const {
-    return min(total, (position + 1) * share);
-  }
-  static __device__ __forceinline__ int of_warp(int units) {
-    return (units + kStreamWarps - 1) / kStreamWarps;
-  }
-};
-
 // The routing and the range of this block of a product; false if it has none.
 template <int kThreads>
 __device__ __forceinline__ bool find_range(const MoeStreamParams& p, MoeRoute& route) {
@@ -108,25 +90,5 @@ __device__ __forceinline__ bool find_range(const MoeStreamParams& p, MoeRoute& r
   __syncthreads();
   return begin < end;
 }
-
-// Where the sums of a strip are to be found.
-struct MoeParts {
-  int first, count;  // positions
-  bool goes_on;      // whether a warp has its end and more
-
-  static __device__ __forceinline__ MoeParts of(const MoeStreamWork& work, const MoeShares& shares,
-                                                int strip) {
-    const auto begin = static_cast<uint32_t>(strip * work.steps);
-    const uint32_t last_unit = begin + work.steps - 1;
-    const auto share = static_cast<uint32_t>(shares.share);
-    const uint32_t first = begin / share, last = last_unit / share;
-    const uint32_t from = last * share;
-    const uint32_t units = shares.end(static_cast<int>(last)) - from;
-    const uint32_t of_warp = MoeShares::of_warp(static_cast<int>(units));
-    const uint32_t stop = min(((last_unit - from) / of_warp + 1) * of_warp, units);
-    return {static_cast<int>(first), static_cast<int>(last - first) + 1,
-            from + stop > last_unit + 1};
-  }
-};
 
 }  // namespace exl3

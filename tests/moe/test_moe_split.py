@@ -1,4 +1,4 @@
-"""How the CUDA route for few tokens deals out its work: nothing is lost, and nothing comes twice."""
+"""How the CUDA route for few tokens deals out its work: nothing is lost or there twice."""
 
 from __future__ import annotations
 

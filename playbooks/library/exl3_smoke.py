@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import re
-import time
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.exl3_host import spec, wait
+from ansible.module_utils.exl3_host import spec, status
+from ansible.module_utils.exl3_host.errors import HostError
 
 DOCUMENTATION = """
 module: exl3_smoke
@@ -38,30 +37,10 @@ def main() -> None:
         supports_check_mode=True,
     )
     given = module.params
-    name = given["instance"]
-    running = spec.read_json(spec.Paths(Path(given["store"]), name).spec)
-    if running is None:
-        module.fail_json(msg=f"{name} is not deployed here.")
-    endpoint = spec.endpoint_of(running)
-    good, why = wait.healthy(endpoint)
-    if not good:
-        module.fail_json(msg=f"{name} at {endpoint.url} does not serve: {why}")
-    smoke = endpoint.smoke
-    began = time.monotonic()
     try:
-        answer = wait.complete(
-            endpoint,
-            smoke["prompt"],
-            smoke["max_tokens"],
-            given["timeout_s"],
-            smoke.get("endpoint") or "chat",
-        )
-    except (RuntimeError, ValueError, KeyError, IndexError) as error:
-        module.fail_json(msg=f"{name}: {error}")
-    seconds = time.monotonic() - began
-    said = f"{name}: asked {smoke['prompt']!r} it says {answer.strip()!r} after {seconds:.2f} s"
-    if smoke.get("expect") and not re.search(smoke["expect"], answer):
-        module.fail_json(msg=f"{said}, expected /{smoke['expect']}/")
+        said = status.smoke(spec.Paths(Path(given["store"]), given["instance"]), given["timeout_s"])
+    except HostError as error:
+        module.fail_json(msg=str(error))
     module.exit_json(changed=False, summary=said)
 
 

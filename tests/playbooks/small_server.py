@@ -30,6 +30,7 @@ parser.add_argument("--drain", type=float, default=0.0, help="seconds to go on a
 parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
 parser.add_argument("--worker", action="store_true", help="have a child process that outlives us")
 parser.add_argument("--slow-unless-bound", action="store_true", help="answer fast where pinned")
+parser.add_argument("--answers", type=int, help="how many, before the engine hangs")
 parser.add_argument("--noise", type=int, default=0, help="bytes to print at start")
 options, _ = parser.parse_known_args()
 
@@ -75,8 +76,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked += 1
         if not self.allowed():
             self.answer(401, {})
+        elif options.answers is not None and options.answers < self.server.asked:
+            time.sleep(600)  # and /health goes on to say 200
         elif self.path == "/v1/chat/completions" and asked["model"] == options.served_model_name:
             self.answer(200, {"choices": [{"message": {"content": options.answer}}]})
         elif self.path == "/v1/completions" and asked.get("stream"):
@@ -106,6 +110,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
+    asked = 0
     allow_reuse_address = True
     daemon_threads = True
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from exl3_host import procs, spec, venv
+from exl3_host import procs, service, spec, venv
 
 SMALL_SERVER = Path(__file__).with_name("small_server.py")
 RECIPE = """\
@@ -126,7 +126,7 @@ class Site:
 def site(tmp_path, checkout, port):
     made = Site(tmp_path, checkout, port)
     yield made
-    made.play("teardown")
+    service.remove(spec.Paths(made.store, "little"))
 
 
 def test_life_of_a_deployment(site):
@@ -191,6 +191,14 @@ def test_refusals_leave_the_running_server_alone(site):
     assert done.returncode != 0 and "it says 'Rome', expected /(?i)paris/" in said
     assert "The previous server was started again and serves" in said
     assert site.play("status").returncode == 0
+
+
+def test_offline_is_one_switch_that_is_on_or_off(site):
+    """k3s-ansible#417: a word that nobody expected must not half switch it."""
+    done = site.play("deploy", "-e", "exl3_offline=perhaps")
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "exl3_offline" in said and "boolean" in said, said
+    assert not site.store.exists()
 
 
 def test_taken_port_is_refused_with_its_owner(site):

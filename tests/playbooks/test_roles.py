@@ -107,6 +107,13 @@ def test_no_task_uses_a_shell():
             assert used.isdisjoint(words), f"{path}: {task['name']}"
 
 
+def test_no_task_hides_what_went_wrong():
+    """kubespray#10270: an error that is censored whole helps nobody. Secrets are files here."""
+    for path in PLAYBOOKS.rglob("tasks/*.yml"):
+        for task in yaml.safe_load(path.read_text()):
+            assert "no_log" not in task and "ignore_errors" not in task, f"{path}: {task['name']}"
+
+
 def test_the_planners_packages_are_named_alike_everywhere(checkout):
     """requirements/controller.txt lets recipes be checked before our wheel is installed."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["dependencies"]

@@ -90,6 +90,19 @@ def test_wrong_answer_is_no_service(store, make_plan):
     assert look(store).state == "absent"
 
 
+def test_an_engine_that_hangs_behind_its_health_is_found(store, make_plan):
+    """production-stack#619: /health proves the process that answers it, and nothing else."""
+    paths = spec.Paths(store, "small")
+    deploy(make_plan("--answers", "2"), store)
+    assert look(store).state == "serving"
+    assert "it says 'Paris.'" in status.smoke(paths, timeout_s=10)
+    with pytest.raises(HostError, match=r"healthy and does not answer: .* timed out") as caught:
+        status.smoke(paths, timeout_s=0.5)
+    assert "Its engine hangs" in str(caught.value) and look(store).state == "serving"
+    with pytest.raises(HostError, match="other is not deployed here"):
+        status.smoke(spec.Paths(store, "other"), timeout_s=1)
+
+
 def test_wrong_name_is_told_at_once(store, make_plan):
     with pytest.raises(HostError, match=r"lists \['other'\], expected 'small'"):
         deploy(make_plan("--served-model-name", "other"), store)

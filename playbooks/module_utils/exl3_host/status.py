@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass
 
 from . import procs, proof, systemd, wait
+from .errors import HostError
 from .spec import Paths, endpoint_of, read_json, releases, server_pid
 
 GIB = 1 << 30
@@ -93,6 +95,39 @@ def _look_once(paths: Paths) -> Status:
         if spec.get("pin") and status.pid is not None:
             _look_at_pin(status, spec["pin"], pid)
     return status
+
+
+def smoke(paths: Paths, timeout_s: float) -> str:
+    """Ask a server the question of its recipe; a sentence with the answer.
+
+    Raises HostError where it does not serve, does not answer in time, or answers otherwise. An
+    engine can hang behind a `/health` that says 200, so this is the only proof that it serves.
+    """
+    name, running = paths.instance, read_json(paths.spec)
+    if running is None:
+        raise HostError(f"{name} is not deployed here.", "Deploy it first.")
+    endpoint = endpoint_of(running)
+    good, why = wait.healthy(endpoint)
+    if not good:
+        raise HostError(f"{name} at {endpoint.url} does not serve: {why}.", f"Log: {paths.log}")
+    asked = endpoint.smoke
+    if not asked:
+        raise HostError(f"{name} has no question in its recipe.", "Write health.smoke into it.")
+    began = time.monotonic()
+    words = (asked["prompt"], asked["max_tokens"], timeout_s, asked.get("endpoint") or "chat")
+    try:
+        answer = wait.complete(endpoint, *words)
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:
+        raise HostError(
+            f"{name} says that it is healthy and does not answer: {error}.",
+            f"Its engine hangs or is overloaded: {paths.log}. A deploy does not replace a server "
+            "whose /health is good; stop it first (teardown.yml), then deploy.",
+        ) from None
+    seconds = time.monotonic() - began
+    said = f"{name}: asked {asked['prompt']!r} it says {answer.strip()!r} after {seconds:.2f} s"
+    if asked.get("expect") and not re.search(asked["expect"], answer):
+        raise HostError(f"{said}, expected /{asked['expect']}/.", "See docs/troubleshooting.md.")
+    return said
 
 
 def _look_at_release(status: Status, spec: dict, paths: Paths) -> None:

@@ -151,10 +151,10 @@ def test_a_planted_wrong_pin_is_found(guest: dict, name: str, checks: set[str]) 
 
 
 def test_shared_memory_grows_where_the_writer_runs(guest: dict) -> None:
-    # Each of two workers wrote 16 MiB. Entering a cpuset moves what a process maps itself, so a few
-    # pages of the guest's own file system follow the second one.
+    # Each of two workers wrote 16 MiB. A few pages of the guest's own file system, which is shared
+    # memory too, come, go, and follow a process that enters a cpuset.
     grown = guest["shmem"]
-    assert grown["0"] >= 12 * MIB and grown["1"] >= 16 * MIB
+    assert 12 * MIB <= grown["0"] <= 20 * MIB and 12 * MIB <= grown["1"] <= 20 * MIB
     assert grown["2"] == 0
     assert guest["shmem_checks"]["node1"]["status"] == "ok"
     assert guest["shmem_checks"]["both"]["status"] == "failed"

@@ -56,9 +56,7 @@ def main() -> None:
             if found["action"] == "refuse":
                 module.fail_json(msg=found["reason"], engine=found)
             module.exit_json(changed=False, engine=found)
-        ours = engine_host.wanted_settings(
-            found, given["settings"], given["gpus"], given["manage"]
-        )
+        ours = engine_host.wanted_settings(found, given["settings"], given["gpus"], given["manage"])
         changed, before, after = engine_host.apply_settings(path, ours, module.check_mode)
     except HostError as error:
         module.fail_json(msg=str(error))

@@ -115,3 +115,25 @@ def test_an_engine_too_old_for_gpus_is_not_replaced(monkeypatch):
     assert engine_host.look()["action"] == "none"
     found = engine_host.look(has_gpus=True)
     assert found["action"] == "refuse" and "not replaced by us" in found["reason"]
+    # The same when the system's own packages have just brought it.
+    with pytest.raises(HostError, match=r"25\.0 for GPUs or newer is needed") as caught:
+        engine_host.wanted_settings(found, {}, has_gpus=True)
+    assert "exl3_engine_repository: true" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "switched"),
+    [("25.0.5", True), ("27.5.1", True), ("28.1.1", True), ("28.2.0", False), ("29.0.1", False)],
+)
+def test_cdi_devices_are_switched_on_where_docker_has_them_off(version, switched, monkeypatch):
+    monkeypatch.setattr(engine_host, "_version", lambda command, root: version)
+    found = engine_host.look(has_gpus=True)
+    ours = {"features": {"buildkit": True}, "dns": ["10.0.0.53"]}
+    wanted = engine_host.wanted_settings(found, ours, has_gpus=True)
+    assert wanted["features"] == {"buildkit": True} | ({"cdi": True} if switched else {})
+    assert engine_host.wanted_settings(found, ours, has_gpus=False) == ours
+    # Who says no is obeyed; a vendor's settings are the vendor's.
+    no = {"features": {"cdi": False}}
+    assert engine_host.wanted_settings(found, no, has_gpus=True) == no
+    vendors = {**found, "vendor": "DGX Spark"}
+    assert engine_host.wanted_settings(vendors, ours, has_gpus=True) == ours

@@ -139,8 +139,15 @@ def wanted_settings(found: dict, ours: dict, has_gpus: bool, manage: str = "auto
     """Our keys of daemon.json: those asked for, and the switch for CDI devices where it is needed.
 
     `found` is the answer of `look`. A system whose vendor manages Docker gets what was asked for
-    and nothing else.
+    and nothing else. Raises HostError where the engine that the system's packages brought is too
+    old for GPUs.
     """
+    if has_gpus and found["action"] == "refuse":
+        raise HostError(
+            found["reason"],
+            "Docker's own packages are new enough: exl3_engine_repository: true with "
+            "exl3_engine_packages: [docker-ce, docker-ce-cli, containerd.io].",
+        )
     theirs = found["vendor"] is not None and manage != "true"
     if not has_gpus or theirs or _numbers(found["version"] or "") >= CDI_BY_DEFAULT:
         return ours

@@ -148,12 +148,17 @@ def routings(shape: Shape, rows: int, count: int, seed: int = 0) -> list[tuple]:
     return found
 
 
-def prove(layer: Layer, x, weights, ids, y, fast: bool) -> tuple[float, float]:
-    """Fractions of the bounds (statistical, worst) in some tokens of a result."""
+def prove(layer: Layer, x, weights, ids, y, fast: bool, rebuilt: bool) -> tuple[float, float]:
+    """Fractions of the bounds (statistical, worst) in some tokens of a result.
+
+    `fast` and `rebuilt` say what the result may leave out, see `tests/moe/moe_oracle.py`.
+    """
     rows = sorted({0, x.shape[0] - 1})[:PROOF_TOKENS]
     used = ids[rows].unique().tolist()
     oracle = moe_oracle.Layer([layer.stored(expert) for expert in used], "cuda")
     places = torch.full((layer.shape.experts,), -1, dtype=torch.int32, device="cuda")
     places[used] = torch.arange(len(used), dtype=torch.int32, device="cuda")
-    expected = oracle.expect(x[rows], weights[rows], ids[rows], places, cuda=True, fast=fast)
+    expected = oracle.expect(
+        x[rows], weights[rows], ids[rows], places, cuda=True, fast=fast, rebuilt=rebuilt
+    )
     return expected.fractions(y[rows])

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "linear/gemm_limits.h"
+#include "moe/limits.h"
 #include "moe/moe_stream_limits.h"
 
 namespace exl3 {
@@ -19,6 +20,13 @@ constexpr Step kLadder[] = {{6, 8}, {12, 16}, {24, 32}, {80, 64}};
 
 constexpr int64_t kChunkTokens = 4096;
 constexpr int64_t kChunkBytes = int64_t{1} << 30;  // of images and rows, roughly
+
+// Rebuilt weights: from so many rows an expert on average. Rebuilding a weight of an H200 takes as
+// long as some 100 rows through the products from the trellis.
+constexpr double kDenseAverage = 128;
+constexpr int64_t kDenseTokens = 16384;
+constexpr int64_t kDenseBytes = int64_t{5} << 29;         // of the rows of a call, roughly
+constexpr int64_t kDenseGroupBytes = int64_t{256} << 20;  // of gate and up, rebuilt
 
 int rows_of_tile(double average) {
   for (const Step& step : kLadder) {
@@ -41,7 +49,35 @@ int rows_of_stream(const DeviceFacts& device, const MoeShape& shape, int blocks)
   return rows >= wanted || 2 * pairs <= rows * shape.global_experts ? rows : 0;
 }
 
+// The tokens that go through at once: in equal parts, as many as the bytes of their rows allow.
+MoeChoice dense_choice(const MoeShape& shape) {
+  const int64_t of_token = int64_t{shape.top_k} * 2 * (shape.k + 3 * shape.inner + 2 * shape.n);
+  const int64_t most = std::clamp<int64_t>(kDenseBytes / of_token, 256, kDenseTokens);
+  const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
+  return {0, 0, 0, std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks), false};
+}
+
 }  // namespace
+
+bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape) {
+  // torch's grouped product is one kernel, without a look at the rows from the host, there alone.
+  return device.architecture == 90 && shape.two_products && shape.plain_rows;
+}
+
+MoeDenseSizes moe_dense_sizes(const MoeShape& shape, int64_t tokens) {
+  const int64_t expert_bytes = 2 * shape.inner * shape.k * 2;
+  const int64_t most = std::clamp<int64_t>(kDenseGroupBytes / expert_bytes, 1, shape.experts);
+  const int64_t groups = (shape.experts + most - 1) / most;
+  const int64_t group = (shape.experts + groups - 1) / groups;
+  MoeDenseSizes sizes{};
+  sizes.group = static_cast<int>(group);
+  sizes.groups = static_cast<int>((shape.experts + group - 1) / group);
+  sizes.rows = most_tiles(shape, tokens, kMoeDenseRows) * kMoeDenseRows;
+  sizes.bytes = sizes.rows * 2 * (shape.k + 3 * shape.inner + shape.n) +
+                tokens * shape.top_k * 2 * shape.n +
+                group * (2 * shape.inner * shape.k + shape.inner * shape.n) * 2;
+  return sizes;
+}
 
 bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows, int blocks) {
   const bool legal = rows == 1 || rows == 2 || rows == 4;
@@ -74,6 +110,14 @@ MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const Pla
     if (const int rows = rows_of_stream(device, shape, device.multiprocessors); rows > 0) {
       return {rows, fast ? 1 : 0, device.multiprocessors, std::max<int64_t>(1, shape.tokens),
               false};
+    }
+  }
+  if (!options.batch_invariant && moe_dense_runs(device, shape)) {
+    const MoeChoice dense = dense_choice(shape);
+    const auto tokens_at_once = static_cast<double>(std::min(shape.tokens, dense.chunk));
+    if (tokens_at_once * shape.top_k >=
+        kDenseAverage * static_cast<double>(std::max<int64_t>(1, shape.global_experts))) {
+      return dense;
     }
   }
   MoeChoice choice{};

@@ -15,20 +15,27 @@ struct MoeShape {
   // Gate and up of all experts are of one kind, down likewise: two products, as the route for few
   // tokens knows them.
   bool two_products = true;
+  // What rebuilt weights need besides: bfloat16 tokens that no weight is multiplied into.
+  bool plain_rows = true;
 };
 
 struct MoeChoice {
-  int rows;           // of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128
+  // Of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128; 0: rebuilt weights.
+  int rows;
   int form;           // 0 exact, 1 fast
   int blocks;         // thread blocks of a product
   int64_t chunk;      // tokens that go through all kernels at once
   bool whole_strips;  // k is cut nowhere
 };
 
-constexpr bool is_moe_stream(int rows) { return rows < 8; }
+constexpr bool is_moe_dense(int rows) { return rows == 0; }
+constexpr bool is_moe_stream(int rows) { return rows > 0 && rows < 8; }
 
 // Whether the route for few tokens can serve a layer with such tiles and so many thread blocks.
 bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows, int blocks);
+
+// The same for rebuilt weights and torch's grouped products.
+bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape);
 
 MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options);
 
@@ -51,5 +58,13 @@ struct MoeStreamWorkspace {
 };
 MoeStreamWorkspace moe_stream_workspace(const MoeShape& shape, const MoeChoice& choice,
                                         int64_t tokens);
+
+// Rebuilt weights: experts of a group, rows of a group that there can be, and bytes of all tensors
+// of a call.
+struct MoeDenseSizes {
+  int group, groups;
+  int64_t rows, bytes;
+};
+MoeDenseSizes moe_dense_sizes(const MoeShape& shape, int64_t tokens);
 
 }  // namespace exl3

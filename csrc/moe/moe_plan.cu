@@ -67,8 +67,11 @@ __global__ void __launch_bounds__(kThreads)
                : -1;
   };
   const uint32_t lower = (1u << lane) - 1;
+  // The next pairs are under way while these are matched.
+  int next = expert_of(first * 32 + lane);
   for (int group = first; group < last; ++group) {
-    const int expert = expert_of(group * 32 + lane);
+    const int expert = next;
+    next = expert_of((group + 1) * 32 + lane);
     const uint32_t same = __match_any_sync(0xFFFFFFFFu, expert);
     if (expert >= 0 && (same & lower) == 0) s.before[warp][expert] += __popc(same);
     __syncwarp();
@@ -95,8 +98,16 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) *to.tiles = total;
   __syncthreads();
 
+  if (p.group_ends != nullptr && thread < p.experts) {
+    const int base = s.tile_begin[thread / p.group * p.group];
+    p.group_ends[thread] = (begin + tiles - base) * p.rows;
+    if (thread % p.group == 0) p.group_first[thread / p.group] = begin * p.rows;
+  }
+
+  next = expert_of(first * 32 + lane);
   for (int group = first; group < last; ++group) {
-    const int pair = group * 32 + lane, expert = expert_of(pair);
+    const int pair = group * 32 + lane, expert = next;
+    next = expert_of(pair + 32);
     const uint32_t same = __match_any_sync(0xFFFFFFFFu, expert);
     int at = 0;
     if (expert >= 0) at = s.before[warp][expert] + __popc(same & lower);

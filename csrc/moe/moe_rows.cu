@@ -26,55 +26,86 @@ __device__ __forceinline__ void load_row(const T* row, int first, int k_in, floa
   for (int i = 0; i < 4; ++i) v[i] = first + i < k_in ? static_cast<float>(from[i]) : 0.0f;
 }
 
-// One warp a row and block of 128 inputs, for gate and for up. Rows past those of the expert are
-// zeros in the image.
-template <class T>
+// Words of a k16 step in the shared image of up to 16 rows, and how far apart two steps are: the
+// lanes of a warp write to eight steps at once.
+constexpr int kStepWords = 128, kStepStride = kStepWords + 4;
+
+// A thread block makes 128 inputs of 8 rows, one a warp, or of 16, for gate and for up. Rows past
+// those of the expert are zeros in the image. The image is put together in shared memory, because a
+// row's part of it is single words far apart.
+template <class T, int kTurns>
 __global__ void __launch_bounds__(kThreads)
     moe_gather_kernel(const __grid_constant__ MoeGatherParams p) {
+  __shared__ __align__(16) uint32_t images[2][8 * kStepStride];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   await_predecessors();
   // Only now: the products that follow read the plan before they wait for this kernel.
   release_dependents();
-  const int blocks = p.k / 128, octets = p.rows / 8;
-  const int items = __ldcg(p.routing.tiles) * octets * blocks;
+  constexpr int kGroupRows = 8 * kTurns;
+  const int blocks = p.k / 128, groups = p.rows / kGroupRows;
+  const int items = __ldcg(p.routing.tiles) * groups * blocks;
   const int64_t tile_bytes = image_bytes(p.k, p.rows);
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int block = item % blocks, octet = item / blocks % octets, tile = item / blocks / octets;
-    const int row = octet * 8 + warp;
+    const int part = item / blocks, block = item - part * blocks;
+    const int tile = part / groups, group = part - tile * groups;
     // Loads that do not wait for one another first: each takes the better part of a microsecond.
-    const int pair = __ldcg(p.routing.row_pair + tile * p.rows + row);
     const int64_t expert = __ldcg(p.routing.tile_expert + tile);
+    int pairs[kTurns];
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      pairs[i] = __ldcg(p.routing.row_pair + tile * p.rows + group * 16 + warp + 8 * i);
+    }
     const int first = block * 128 + 4 * lane;
     const uint16_t* suh = p.suh + expert * 2 * p.k + first;
     const float4 both[2] = {load_scales(suh), load_scales(suh + p.k)};
-    float x[4] = {};
-    if (pair >= 0) {
-      load_row(static_cast<const T*>(p.x) + pair / p.top_k * p.x_stride, first, p.k_in, x);
-      if (p.weights != nullptr) {
-        const float weight = __ldg(p.weights + pair);
+    float x[kTurns][4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= weight;
+    for (int i = 0; i < kTurns; ++i) {
+      if (pairs[i] < 0) continue;
+      load_row(static_cast<const T*>(p.x) + pairs[i] / p.top_k * p.x_stride, first, p.k_in, x[i]);
+      if (p.weights != nullptr) {
+        const float weight = __ldg(p.weights + pairs[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i][j] *= weight;
       }
     }
-    float v[2][4];
+    float v[2 * kTurns][4];  // gate and up of the first row, gate and up of the second
 #pragma unroll
-    for (int shard = 0; shard < 2; ++shard) {
-      v[shard][0] = x[0] * both[shard].x, v[shard][1] = x[1] * both[shard].y;
-      v[shard][2] = x[2] * both[shard].z, v[shard][3] = x[3] * both[shard].w;
+    for (int i = 0; i < 2 * kTurns; ++i) {
+      const float4 scales = both[i % 2];
+      v[i][0] = x[i / 2][0] * scales.x, v[i][1] = x[i / 2][1] * scales.y;
+      v[i][2] = x[i / 2][2] * scales.z, v[i][3] = x[i / 2][3] * scales.w;
     }
     hadamard_128(v, lane);
 #pragma unroll
-    for (int shard = 0; shard < 2; ++shard) {
+    for (int i = 0; i < 2 * kTurns; ++i) {
+      const int row = warp + 8 * (i / 2), shard = i % 2;
+      float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[shard][i] *= kHadamardScale;
-      const int64_t place = int64_t{shard} * p.most_tiles + tile;
-      const float sum =
-          store_image(p.image + place * tile_bytes, p.rows, block, row, lane, v[shard]);
+      for (int j = 0; j < 2; ++j) {
+        const __half2 pair =
+            __floats2half2_rn(v[i][2 * j] * kHadamardScale, v[i][2 * j + 1] * kHadamardScale);
+        images[shard][lane / 4 * kStepStride + image_word(kGroupRows, 0, row, 2 * (lane % 4) + j)] =
+            *reinterpret_cast<const uint32_t*>(&pair);
+        const float2 rounded = __half22float2(pair);
+        sum += rounded.x + rounded.y;
+      }
       if (p.block_sums != nullptr) {
         const float whole = warp_sum(sum);
-        if (lane == 0) p.block_sums[(place * p.rows + row) * blocks + block] = whole;
+        const int64_t place = int64_t{shard} * p.most_tiles + tile;
+        if (lane == 0) p.block_sums[(place * p.rows + group * 16 + row) * blocks + block] = whole;
       }
     }
+    __syncthreads();
+    constexpr int kFours = kGroupRows * 2;  // pieces of 16 bytes of a step
+    for (int i = threadIdx.x; i < 2 * 8 * kFours; i += kThreads) {
+      const int step = i / kFours, piece = i - step * kFours, shard = step / 8;
+      const int64_t place = int64_t{shard} * p.most_tiles + tile;
+      auto* to = reinterpret_cast<uint4*>(p.image + place * tile_bytes) +
+                 (block * 8 + step % 8) * p.rows * 2 + group * (kStepWords / 4) + piece;
+      *to = *reinterpret_cast<const uint4*>(images[shard] + step % 8 * kStepStride + 4 * piece);
+    }
+    __syncthreads();
   }
 }
 
@@ -113,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Four columns of one token a thread.
-template <class T>
+template <class T, bool kShortRows>
 __global__ void __launch_bounds__(kCombineThreads)
     moe_combine_kernel(const __grid_constant__ MoeCombineParams p) {
   release_dependents();
@@ -137,8 +168,15 @@ __global__ void __launch_bounds__(kCombineThreads)
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if (!live[j]) continue;
-      v[j] = __ldcg(
-          reinterpret_cast<const float4*>(p.rows + int64_t{first + j} * p.row_stride + column));
+      const int64_t at = int64_t{first + j} * p.row_stride + column;
+      if constexpr (kShortRows) {
+        const uint2 raw =
+            __ldcg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.rows) + at));
+        v[j] = make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xFFFF0000u),
+                           __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xFFFF0000u));
+      } else {
+        v[j] = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.rows) + at));
+      }
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -157,8 +195,11 @@ __global__ void __launch_bounds__(kCombineThreads)
 }  // namespace
 
 cudaError_t launch_moe_gather(const MoeGatherParams& params, bool dependent, cudaStream_t stream) {
-  auto* kernel = params.x_dtype == Dtype::kBfloat16 ? moe_gather_kernel<__nv_bfloat16>
-                                                    : moe_gather_kernel<__half>;
+  const bool few = params.rows == 8;
+  auto* kernel =
+      params.x_dtype == Dtype::kBfloat16
+          ? (few ? moe_gather_kernel<__nv_bfloat16, 1> : moe_gather_kernel<__nv_bfloat16, 2>)
+          : (few ? moe_gather_kernel<__half, 1> : moe_gather_kernel<__half, 2>);
   return launch_kernel(kernel, dim3(params.blocks), kThreads, 0, dependent, stream, params);
 }
 
@@ -170,8 +211,9 @@ cudaError_t launch_moe_activate(const MoeActivateParams& params, bool dependent,
 
 cudaError_t launch_moe_combine(const MoeCombineParams& params, bool dependent,
                                cudaStream_t stream) {
-  auto* kernel = params.out_dtype == Dtype::kBfloat16 ? moe_combine_kernel<__nv_bfloat16>
-                                                      : moe_combine_kernel<__half>;
+  auto* kernel = params.short_rows                      ? moe_combine_kernel<__nv_bfloat16, true>
+                 : params.out_dtype == Dtype::kBfloat16 ? moe_combine_kernel<__nv_bfloat16, false>
+                                                        : moe_combine_kernel<__half, false>;
   constexpr int kColumns = 4 * kCombineThreads;
   const dim3 grid((params.n_out + kColumns - 1) / kColumns, params.tokens);
   return launch_kernel(kernel, grid, kCombineThreads, 0, dependent, stream, params);

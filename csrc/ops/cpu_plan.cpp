@@ -45,7 +45,8 @@ std::vector<int64_t> moe_plan(std::vector<int64_t> device, std::vector<int64_t> 
   const exl3::MoeChoice made =
       exl3::choose_moe(facts, moe, {(options & 1) != 0, (options & 2) != 0});
   const int64_t tokens = moe.tokens < made.chunk ? moe.tokens : made.chunk;
-  const int64_t bytes = exl3::is_moe_stream(made.rows)
+  const int64_t bytes = exl3::is_moe_dense(made.rows) ? exl3::moe_dense_sizes(moe, tokens).bytes
+                        : exl3::is_moe_stream(made.rows)
                             ? exl3::moe_stream_workspace(moe, made, tokens).total
                             : exl3::moe_workspace(moe, made, tokens, 1, 2, true).total;
   return {made.rows, made.form, made.blocks, made.chunk, bytes};

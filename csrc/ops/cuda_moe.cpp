@@ -35,6 +35,32 @@ std::vector<Product> products_of(const MoeArguments& a) {
   return products;
 }
 
+}  // namespace
+
+MoeCombineParams combine_of(const Call& call, int64_t first, int64_t tokens, uint16_t* y) {
+  const MoeArguments& a = call.a;
+  const bool wide = a.ids.scalar_type() == ScalarType::Long;
+  MoeCombineParams combine{};
+  combine.row_stride = a.n;
+  combine.weights = call.weight_on_input
+                        ? nullptr
+                        : static_cast<const float*>(a.weights.const_data_ptr()) + first * a.top_k;
+  combine.ids =
+      static_cast<const uint8_t*>(a.ids.const_data_ptr()) + first * a.top_k * (wide ? 8 : 4);
+  combine.wide_ids = wide;
+  combine.map = a.map.has_value() ? static_cast<const int*>(a.map->const_data_ptr()) : nullptr;
+  combine.out = y + first * a.n_out;
+  combine.out_dtype = call.dtype;
+  combine.tokens = static_cast<int>(tokens);
+  combine.top_k = a.top_k;
+  combine.n_out = static_cast<int>(a.n_out);
+  combine.global_experts = static_cast<int>(a.global_experts);
+  combine.experts = static_cast<int>(a.experts);
+  return combine;
+}
+
+namespace {
+
 // Tokens [first, first + tokens) through all kernels.
 void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y) {
   const MoeArguments& a = call.a;
@@ -97,7 +123,7 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
   gather.top_k = a.top_k;
   gather.rows = rows;
   gather.most_tiles = tiles;
-  const int64_t most_items = int64_t{tiles} * (rows / 8) * (a.k / 128);
+  const int64_t most_items = int64_t{tiles} * std::max(1, rows / 16) * (a.k / 128);
   gather.blocks = static_cast<int>(std::min<int64_t>(most_items, 8 * call.multiprocessors));
   check_launch("gathering the experts' rows",
                launch_moe_gather(gather, call.dependent, call.stream));
@@ -176,20 +202,8 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
                  }));
   }
 
-  MoeCombineParams combine{};
+  MoeCombineParams combine = combine_of(call, first, tokens, y);
   combine.rows = at(floats, w.out);
-  combine.row_stride = a.n;
-  combine.weights = call.weight_on_input ? nullptr : weights;
-  combine.ids = ids;
-  combine.wide_ids = wide;
-  combine.map = map;
-  combine.out = y + first * a.n_out;
-  combine.out_dtype = call.dtype;
-  combine.tokens = static_cast<int>(tokens);
-  combine.top_k = a.top_k;
-  combine.n_out = static_cast<int>(a.n_out);
-  combine.global_experts = static_cast<int>(a.global_experts);
-  combine.experts = static_cast<int>(a.experts);
   check_launch("adding the experts' rows",
                launch_moe_combine(combine, call.dependent, call.stream));
 }
@@ -202,13 +216,22 @@ void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceF
   const int64_t rows = numbers[0], form = numbers[1], blocks = numbers[2], chunk = numbers[3];
   const bool stream = rows == 1 || rows == 2 || rows == 4;
   const bool legal_rows =
-      stream || rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
-  STD_TORCH_CHECK(legal_rows && (form == 0 || (form == 1 && rows <= kFastRows)) && blocks >= 0 &&
-                      blocks < (1 << 16) && chunk >= 0 && chunk < (1 << 16),
+      rows == 0 || stream || rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
+  STD_TORCH_CHECK(legal_rows && (form == 0 || (form == 1 && rows > 0 && rows <= kFastRows)) &&
+                      blocks >= 0 && blocks < (1 << 16) && chunk >= 0 && chunk < (1 << 16),
                   "exl3::moe_with: plan (", rows, ", ", form, ", ", blocks, ", ", chunk,
-                  ") is none: rows 1, 2, 4, 8, 16, 32, 64 or 128, form 1 up to 8 alone");
+                  ") is none: rows 1, 2, 4, 8, 16, 32, 64, 128 or 0, form 1 from 1 to 8 alone");
   choice.rows = static_cast<int>(rows);
   choice.form = static_cast<int>(form);
+  if (rows == 0) {
+    STD_TORCH_CHECK(moe_dense_runs(facts, shape),
+                    "exl3::moe_with: rebuilt weights need a card of compute capability 9.0, one "
+                    "kind of weights for gate and up and one for down, and bfloat16 tokens that no "
+                    "weight is multiplied into");
+    choice.blocks = 0;
+    choice.chunk = chunk > 0 ? chunk : std::max<int64_t>(1, shape.tokens);
+    return;
+  }
   if (stream) {
     int positions = blocks > 0 ? static_cast<int>(blocks) : facts.multiprocessors;
     // Fewer blocks meet more experts each, until their inputs do not fit.
@@ -262,8 +285,8 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   MoeChoice choice = choose_moe(facts, shape, {options().exact, options().batch_invariant});
   if (forced != nullptr) force(choice, *forced, facts, shape);
   // GELU by erf is long code that the epilogue of tall tiles shall not carry along.
-  const bool stream = is_moe_stream(choice.rows);
-  a.paired = a.paired && (stream || a.activation.kind != ActivationKind::kGelu);
+  const bool stream = is_moe_stream(choice.rows), dense = is_moe_dense(choice.rows);
+  a.paired = a.paired && (stream || dense || a.activation.kind != ActivationKind::kGelu);
   Call call{a,
             bytes(w13_trellis),
             bytes(w2_trellis),
@@ -281,6 +304,13 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
             facts.multiprocessors,
             stream_of(device)};
   call.lists = a.kinds.size() == 1 ? 1 : static_cast<int>(call.products.size());
+  if (dense) {
+    for (int64_t first = 0; first < a.m; first += choice.chunk) {
+      run_dense(call, first, std::min(choice.chunk, a.m - first),
+                static_cast<uint16_t*>(y.mutable_data_ptr()));
+    }
+    return y;
+  }
   const int64_t most = std::min(a.m, choice.chunk);
   const int64_t bytes_needed = stream
                                    ? moe_stream_workspace(shape, choice, most).total

@@ -58,4 +58,10 @@ inline DecodeConstants constants_of(int codebook) {
 // Tokens [first, first + tokens) through the three kernels for few tokens.
 void run_stream(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y);
 
+// The same through rebuilt weights.
+void run_dense(const Call& call, int64_t first, int64_t tokens, uint16_t* y);
+
+// What combine needs but its rows.
+MoeCombineParams combine_of(const Call& call, int64_t first, int64_t tokens, uint16_t* y);
+
 }  // namespace exl3::ops

@@ -23,9 +23,10 @@ PLANS = {
     "rows32": [32, 0, 0, 0],
     "rows64": [64, 0, 0, 0],
     "rows128": [128, 0, 0, 0],
+    "rebuilt": [0, 0, 0, 0],
 }
 """What `exl3::moe_with` takes: rows of a tile, form, blocks and tokens at once (0: the rule). Up to
-4 rows are the route for few tokens."""
+4 rows are the route for few tokens, 0 is that of rebuilt weights."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -36,16 +37,15 @@ class Layer:
     packed: experts.Experts
     oracle: moe_oracle.Layer
 
-    def takes(self, plan) -> bool:
-        """Whether a plan serves this layer: the route for few tokens knows two kinds of weights."""
+    def takes(self, plan, dtype=torch.bfloat16, on_input=False) -> bool:
+        """Whether a plan serves this layer: two routes know one kind of weights for gate and up and
+        one for down, and rebuilt weights take plain bfloat16 rows."""
         if plan is None or plan[0] >= 8:
             return True
         uses = self.packed.kinds[2::3]
-        return bool(
-            self.packed.sizes[3]
-            and sum(use & 1 for use in uses) == 1
-            and sum(use >> 2 for use in uses) == 1
-        )
+        gates, downs = (sum(use >> bit & 1 for use in uses) for bit in (0, 2))
+        two = bool(self.packed.sizes[3]) and gates == downs == 1
+        return two and (plan[0] > 0 or (dtype == torch.bfloat16 and not on_input))
 
     def run(self, x, weights, ids, plan=None, expert_map=None, activation=SILU, on_input=False):
         """`exl3::moe`, or `exl3::moe_with` where a plan is given."""
@@ -58,10 +58,13 @@ class Layer:
             return torch.ops.exl3.moe(*arguments)
         return torch.ops.exl3.moe_with(*arguments, list(plan))
 
-    def expect(self, x, weights, ids, fast=False, expert_map=None, activation=SILU, on_input=False):
-        """What `run` must return; `fast` for the plan that leaves out a rounding."""
+    def expect(
+        self, x, weights, ids, fast=False, rebuilt=False, expert_map=None, activation=SILU,
+        on_input=False,
+    ):  # fmt: skip
+        """What `run` must return; `fast` for plans that leave out a rounding."""
         return self.oracle.expect(
-            x, weights, ids, expert_map, activation, on_input, cuda=True, fast=fast
+            x, weights, ids, expert_map, activation, on_input, True, fast, rebuilt
         )
 
 

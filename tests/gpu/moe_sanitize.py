@@ -25,6 +25,7 @@ def main() -> int:
     """Runs the cases; 1 if a result is off by more than rounding explains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", type=int, default=len(moe_cases.RATES), help="how many rates")
+    parser.add_argument("--dense", action="store_true", help="torch's grouped product as well")
     arguments = parser.parse_args()
     ops.require_cuda()
     start, calls, worst = time.monotonic(), 0, 0.0
@@ -39,7 +40,7 @@ def main() -> int:
         held = moe_layers.Layer(ours, None)
         dtype = moe_layers.DTYPES[number % 2]
         for name, plan in moe_layers.PLANS.items():
-            if not held.takes(plan):
+            if not held.takes(plan, dtype) or (plan[0] == 0 and not arguments.dense):
                 continue
             for m in (1, 19) if k == 128 else (3, 2 * plan[0] + 3):
                 weights, ids = moe_cases.routing([number, m], m, 2, count)

@@ -25,6 +25,7 @@ def main() -> int:
     """Runs the cases; 1 if a result is off by more than rounding explains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", type=int, default=len(moe_cases.RATES), help="how many rates")
+    parser.add_argument("--plans", default=",".join(moe_layers.PLANS), help="names of plans")
     parser.add_argument("--dense", action="store_true", help="torch's grouped product as well")
     arguments = parser.parse_args()
     ops.require_cuda()
@@ -39,7 +40,8 @@ def main() -> int:
         ours, reference = (experts.pack(stored, d, cut, n - 3) for d in ("cuda", "cpu"))
         held = moe_layers.Layer(ours, None)
         dtype = moe_layers.DTYPES[number % 2]
-        for name, plan in moe_layers.PLANS.items():
+        for name in arguments.plans.split(","):
+            plan = moe_layers.PLANS[name]
             if not held.takes(plan, dtype) or (plan[0] == 0 and not arguments.dense):
                 continue
             for m in (1, 19) if k == 128 else (3, 2 * plan[0] + 3):

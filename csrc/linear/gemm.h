@@ -39,6 +39,7 @@ struct GemmLaunch {
   Family family;
   bool dependent_launch;
   cudaStream_t stream;
+  Room room = Room::kSmall;  // kLarge on sm_90, whose code has nothing else for some row counts
 };
 
 // One function a rate, each in a file of its own: kHalfBits is twice the bits per weight.

@@ -10,15 +10,15 @@
 
 namespace exl3 {
 
-template <int kHalfBits_, Family kFamily_, Form kForm_, int kRows_>
+template <int kHalfBits_, Family kFamily_, Form kForm_, int kRows_, Room kRoom_ = Room::kSmall>
 struct GemmConfig {
   static constexpr int kHalfBits = kHalfBits_;
   static constexpr Family kFamily = kFamily_;
   static constexpr Form kForm = kForm_;
   static constexpr int kRows = kRows_;
-
-  // What the smaller cards can give a block; two blocks of that size fit on the larger ones.
-  static constexpr int kLimit = 99 * 1024;
+  static constexpr Room kRoom = kRoom_;
+  static constexpr bool kLarge = kRoom == Room::kLarge;
+  static constexpr int kLimit = gemm_room_bytes(kRoom, kRows);
 
   using R = Rate<kHalfBits>;
   static constexpr int kGroupWarps = kRows <= 16 ? 1 : 4;
@@ -32,16 +32,23 @@ struct GemmConfig {
   // Rows whose sums over the groups go through shared memory at once. Row stride 132 floats: the
   // four lanes of a quad hold different rows and the eight quads different channels, so 8 * 4
   // banks.
-  static constexpr int kChunkRows = kGroupWarps == 4 ? 16 : kHalfBits >= 14 ? 4 : 8;
+  static constexpr int kChunkRows = kGroupWarps == 1       ? (kHalfBits >= 14 ? 4 : 8)
+                                    : kLarge && kRows == 32 ? 32
+                                                            : 16;
   static constexpr int kWarpRows = kRows / kWarps;  // rows that one warp finishes
   static constexpr int kRowStride = 132;
   static constexpr int kSumBytes = kGroups * kChunkRows * kRowStride * 4;
 
   // One stage of the ring holds up to so many k16 steps. This has no say in the order of additions.
+  // Long stages cost fewer instructions for fetching and waiting; two are enough, since a stage
+  // takes longer to multiply than to arrive.
   static constexpr int kStepWeightBytes = 8 * R::words32 * 4;
   static constexpr int kStepRowBytes = kRows * 32;
   static constexpr int kStepBytes = kStepWeightBytes + kStepRowBytes;
-  static constexpr int kStageSteps = (kLimit - kSumBytes) / (kGroups * 4 * kStepBytes) >= 2 ? 4 : 2;
+  static constexpr int kFitSteps = (kLimit - kSumBytes) / (2 * kGroups * kStepBytes);
+  static constexpr int kStageSteps = kLarge && kRows == 128 && kFitSteps >= 8 ? 8
+                                     : kFitSteps >= 4                         ? 4
+                                                                              : 2;
   static constexpr int kWeightBytes = kStageSteps * kStepWeightBytes;
   static constexpr int kRowBytes = kStageSteps * kStepRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kRowBytes;

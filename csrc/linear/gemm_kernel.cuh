@@ -29,9 +29,20 @@ namespace exl3 {
 #define EXL3_GEMM_BLOCKS(rows) gemm_blocks_of_sm(rows)
 #endif
 
+// Whether the device code being compiled launches an instance; the host decides likewise.
+#if defined(__CUDA_ARCH__)
+inline constexpr Room kRoomHere = gemm_room(__CUDA_ARCH__ / 10);
+#else
+inline constexpr Room kRoomHere = Room::kSmall;
+#endif
+template <class C>
+inline constexpr bool kLaunchedHere =
+    C::kRoom == (gemm_gains_from_room(C::kRows) ? kRoomHere : Room::kSmall);
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     gemm_kernel(const __grid_constant__ GemmParams p) {
+  if constexpr (!kLaunchedHere<C>) return;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = warp / C::kGroupWarps, part = warp % C::kGroupWarps;

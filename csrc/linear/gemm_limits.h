@@ -21,6 +21,25 @@ constexpr int gemm_blocks_of_sm(int rows, int64_t shared_bytes) {
   return shared_bytes < 200 * 1024 ? 1 : gemm_blocks_of_sm(rows);
 }
 
+// What a block takes of shared memory. Every card has 99 KB; sm_90 has 227 KB, which some tiles make
+// use of: longer stages of the ring, and fewer passes of sums. Same work, same order of additions.
+enum class Room { kSmall, kLarge };
+
+// What the code of an architecture (10 * major + minor) is compiled for.
+constexpr Room gemm_room(int architecture) {
+  return architecture == 90 ? Room::kLarge : Room::kSmall;
+}
+
+// Tiles that were measured to gain from room, by 3 to 5 % (docs/kernels-cuda.md); 16 and 64 rows
+// lost.
+constexpr bool gemm_gains_from_room(int rows) { return rows == 8 || rows == 32 || rows == 128; }
+
+// Bytes of shared memory for a block, so that as many fit as the registers allow. Of two blocks
+// each pays 1 KB that the system keeps.
+constexpr int gemm_room_bytes(Room room, int rows) {
+  return room == Room::kSmall ? 99 * 1024 : (228 * 1024) / gemm_blocks_of_sm(rows) - 1024;
+}
+
 // Bytes of the image of one row tile: fp16 activations in the order of B fragments,
 // [k / 16][rows / 8 in pairs][lane][registers].
 constexpr int64_t image_bytes(int64_t k, int rows) { return k * rows * 2; }

@@ -84,12 +84,11 @@ def test_prompts_differ_in_length_and_stay_inside_the_vocabulary():
 def test_loaded_bytes_are_compared_with_those_of_the_same_modules(tmp_path):
     model = FIXTURES / "tiny-llama-mul1-2.5"
     modules = read_checkpoint(model).modules
-    entries = [
-        {"module": "model.layers.0.mlp.up_proj"}, {"module": None}, {"module": "lm_head"},
-    ]  # fmt: skip
-    stored = modules["lm_head"].nbytes + modules["model.layers.0.mlp.up_proj"].nbytes
+    names = ("model.layers.0.mlp.up_proj", "lm_head")
+    entries = [{"module": name, "bytes": 2 * modules[name].nbytes} for name in names]
+    entries.append({"module": None, "bytes": 12345})
     report = tmp_path / "report"
-    report.write_text(json.dumps({"bytes": {"exl3": stored, "head": stored}, "modules": entries}))
+    report.write_text(json.dumps({"modules": entries}))
     assert stages.loaded_share(model, report, 1)["loaded_share"] == 2
     for rank in (0, 1):
         (tmp_path / f"report.rank{rank}").write_text(report.read_text())

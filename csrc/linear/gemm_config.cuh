@@ -32,7 +32,7 @@ struct GemmConfig {
   // Rows whose sums over the groups go through shared memory at once. Row stride 132 floats: the
   // four lanes of a quad hold different rows and the eight quads different channels, so 8 * 4
   // banks.
-  static constexpr int kChunkRows = kGroupWarps == 1       ? (kHalfBits >= 14 ? 4 : 8)
+  static constexpr int kChunkRows = kGroupWarps == 1        ? (kHalfBits >= 14 ? 4 : 8)
                                     : kLarge && kRows == 32 ? 32
                                                             : 16;
   static constexpr int kWarpRows = kRows / kWarps;  // rows that one warp finishes

@@ -21,8 +21,9 @@ constexpr int gemm_blocks_of_sm(int rows, int64_t shared_bytes) {
   return shared_bytes < 200 * 1024 ? 1 : gemm_blocks_of_sm(rows);
 }
 
-// What a block takes of shared memory. Every card has 99 KB; sm_90 has 227 KB, which some tiles make
-// use of: longer stages of the ring, and fewer passes of sums. Same work, same order of additions.
+// What a block takes of shared memory. Every card has 99 KB; sm_90 has 227 KB, which some tiles
+// make use of: longer stages of the ring, and fewer passes of sums. Same work, same order of
+// additions.
 enum class Room { kSmall, kLarge };
 
 // What the code of an architecture (10 * major + minor) is compiled for.

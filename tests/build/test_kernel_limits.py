@@ -66,7 +66,7 @@ def test_no_kernel_spills(compiled):
 
 
 def test_the_main_loop_stays_in_registers(compiled):
-    """A few values are parked on the stack while it runs; one access inside it would cost each unit."""
+    """A few values are parked on the stack while it runs; one access inside it costs each unit."""
     architecture, usages, launches, code = compiled
     loops = machine_code.main_loops(code)
     products = {launch.kernel for launch in launches}

@@ -56,11 +56,22 @@ __device__ __forceinline__ void store_partials(float* partials, int position,
   }
 }
 
+// Tiles whose image of down is put together in shared memory first, in place of the sums: a row's
+// part of it is single words far apart. It does not fit in for the tallest, and tiles of 16 rows
+// have no registers for it.
+template <class C>
+inline constexpr bool kStageImage = C::kRows == 32 || C::kRows == 64;
+
 // Gate and up of a finished item to the image of down.
 template <class C>
-__device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem& item,
+__device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem& item, float* sums,
                                            float (&gate)[C::kWarpRows][4],
                                            float (&up)[C::kWarpRows][4], int warp, int lane) {
+  // Steps of the image are so far apart there that the lanes of a warp meet different banks.
+  constexpr int kStepWords = C::kRows * 8, kStepStride = kStepWords + 4;
+  static_assert(!kStageImage<C> || 8 * kStepStride * 4 <= C::kSumBytes);
+  auto* stage = reinterpret_cast<uint32_t*>(sums);
+  if constexpr (kStageImage<C>) __syncthreads();
   const int64_t column = int64_t{item.strip} * 128 + 4 * lane;
   const int64_t scales = item.expert * p.svh_stride + column;
   const float4 gate_scales = load_scales(p.svh[0] + scales);
@@ -88,10 +99,21 @@ __device__ __forceinline__ void store_pair(const MoeGemmParams& p, const MoeItem
       to_down_input(suh, lane, v);
     }
     // Rows that are not there become zeros, so that nothing reads what nobody wrote.
-    const float sum = store_image(image, C::kRows, item.strip, row, lane, v);
+    const float sum = kStageImage<C>
+                          ? store_words(stage + lane / 4 * kStepStride, C::kRows, row, lane, v)
+                          : store_image(image, C::kRows, item.strip, row, lane, v);
     if (p.next_sums != nullptr) {
       const float whole = warp_sum(sum);
       if (lane == 0) p.next_sums[padded_row * p.strips + item.strip] = whole;
+    }
+  }
+  if constexpr (kStageImage<C>) {
+    __syncthreads();
+    constexpr int kFours = kStepWords / 4;
+    auto* to = reinterpret_cast<uint4*>(image) + int64_t{item.strip} * 8 * kFours;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 8 * kFours; i += C::kThreads) {
+      to[i] = *reinterpret_cast<const uint4*>(stage + i / kFours * kStepStride + i % kFours * 4);
     }
   }
 }
@@ -319,7 +341,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
         add_partials<C>(partials, gate, position + 1, last_gate, warp, lane, item.rows);
         add_partials<C>(partials + half, z, first_up, last, warp, lane, item.rows);
       }
-      store_pair<C>(p, item, gate, z, warp, lane);
+      store_pair<C>(p, item, sums, gate, z, warp, lane);
     } else {
       if (last > position) add_partials<C>(partials, z, position + 1, last, warp, lane, item.rows);
       store_rows<C>(p, item, z, warp, lane);

@@ -21,30 +21,35 @@ __device__ __forceinline__ int local_expert(const void* ids, bool wide, const in
   return place < experts ? place : -1;
 }
 
-// Where the pair of inputs (2 q, 2 q + 1) of k16 step `step` and row `row` of a tile of `rows` lies
-// in its image, in 32-bit words: the order of B fragments, octets of rows interleaved in pairs
+// Where the pair of inputs (2 q, 2 q + 1) of row `row` of a tile of `rows` lies among the rows * 8
+// words of its k16 step in an image: the order of B fragments, octets of rows interleaved in pairs
 // where there are more than eight.
-__device__ __forceinline__ int image_word(int rows, int step, int row, int q) {
+__device__ __forceinline__ int image_word(int rows, int row, int q) {
   const int lane = (row % 8) * 4 + q % 4, reg = q / 4;
-  if (rows == 8) return step * 64 + lane * 2 + reg;
-  return step * rows * 8 + (row / 16) * 128 + lane * 4 + (row / 8) % 2 * 2 + reg;
+  if (rows == 8) return lane * 2 + reg;
+  return (row / 16) * 128 + lane * 4 + (row / 8) % 2 * 2 + reg;
 }
 
-// Four neighbouring inputs 4 * lane of a block of 128, already transformed, to the image of a row.
-// Returns the sum over the block of what was stored, for fast forms of byte sums.
-__device__ __forceinline__ float store_image(uint8_t* tile_image, int rows, int block, int row,
-                                             int lane, const float (&v)[4]) {
-  auto* words = reinterpret_cast<uint32_t*>(tile_image);
+// Four neighbouring inputs 4 * lane of a block of 128, already transformed, to the words of their
+// step in an image. Returns the sum over the block of what was stored, for fast forms of byte sums.
+__device__ __forceinline__ float store_words(uint32_t* step, int rows, int row, int lane,
+                                             const float (&v)[4]) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-    words[image_word(rows, block * 8 + lane / 4, row, 2 * (lane % 4) + i)] =
-        *reinterpret_cast<const uint32_t*>(&pair);
+    step[image_word(rows, row, 2 * (lane % 4) + i)] = *reinterpret_cast<const uint32_t*>(&pair);
     const float2 rounded = __half22float2(pair);
     sum += rounded.x + rounded.y;
   }
   return sum;
+}
+
+// The same to the image of a tile.
+__device__ __forceinline__ float store_image(uint8_t* tile_image, int rows, int block, int row,
+                                             int lane, const float (&v)[4]) {
+  auto* words = reinterpret_cast<uint32_t*>(tile_image);
+  return store_words(words + (block * 8 + lane / 4) * rows * 8, rows, row, lane, v);
 }
 
 __device__ __forceinline__ float warp_sum(float v) {

@@ -80,16 +80,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 2 * kTurns; ++i) {
       const int row = warp + 8 * (i / 2), shard = i % 2;
-      float sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const __half2 pair =
-            __floats2half2_rn(v[i][2 * j] * kHadamardScale, v[i][2 * j + 1] * kHadamardScale);
-        images[shard][lane / 4 * kStepStride + image_word(kGroupRows, 0, row, 2 * (lane % 4) + j)] =
-            *reinterpret_cast<const uint32_t*>(&pair);
-        const float2 rounded = __half22float2(pair);
-        sum += rounded.x + rounded.y;
-      }
+      for (int j = 0; j < 4; ++j) v[i][j] *= kHadamardScale;
+      const float sum =
+          store_words(images[shard] + lane / 4 * kStepStride, kGroupRows, row, lane, v[i]);
       if (p.block_sums != nullptr) {
         const float whole = warp_sum(sum);
         const int64_t place = int64_t{shard} * p.most_tiles + tile;

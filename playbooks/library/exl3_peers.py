@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
@@ -55,7 +56,10 @@ def main() -> None:
     )
     given = module.params
     store, venv, checkout = (Path(given[name]) for name in ("store", "venv", "checkout"))
-    name, command = given["instance"]["name"], preflight.planner(venv)
+    name = given["instance"]["name"]
+    if shutil.which("nvidia-smi") is None:
+        module.exit_json(changed=False, summary=f"{name}: no GPU, nothing to prove")
+    command = preflight.planner(venv)
     if command is None:
         module.exit_json(changed=False, summary=f"{name}: judged once the venv is there")
     try:

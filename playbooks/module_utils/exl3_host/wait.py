@@ -20,7 +20,8 @@ from . import hints
 
 STAGES = ("process", "port", "health", "models", "completion")
 TAIL_LINES = 80
-POLL_S = 1.0
+# A server that is quick is asked again soon, one that loads for minutes once a second.
+FIRST_POLL_S, POLL_S = 0.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def wait_ready(
     `NotReady`.
     """
     began = last_growth = time.monotonic()
+    pause = FIRST_POLL_S
     progress, seen, stage, why = Progress(), None, 0, "not started"
     while True:
         now = time.monotonic()
@@ -207,7 +209,8 @@ def wait_ready(
         if STAGES[stage] == "completion" or why.startswith("/v1/models lists"):
             # More waiting does not change a wrong answer or a wrong name.
             raise NotReady(STAGES[stage], why, log)
-        time.sleep(POLL_S)
+        time.sleep(pause)
+        pause = min(POLL_S, 1.5 * pause)
 
 
 def _try_stage(stage: str, endpoint: Endpoint, progress: Progress, left_s: float):

@@ -31,7 +31,7 @@ profiles:
     parallel: {tp: 2}
     memory: {max_model_len: 256, kv_cache_gib: 1}
 serve:
-  args: {dtype: float32, max-logprobs: 20}
+  args: {dtype: float32, max-logprobs: 20, enforce-eager: true}
 health:
   ready_timeout_s: 240
   stall_timeout_s: 120

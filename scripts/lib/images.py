@@ -134,15 +134,14 @@ def emulate(env: dict[str, str]) -> None:
 
 
 def build_command(
-    docker: list[str], target: dict, options: argparse.Namespace, place: str, bases: dict[str, str]
+    docker: list[str], target: dict, options: argparse.Namespace, place: str, own: dict[str, str]
 ) -> list[str]:
-    """`docker build` for one target and platform, with `bases` instead of the pinned images."""
+    """`docker build` for one target and platform; arguments in `own` replace the target's."""
     command = [*docker, "build", "--network", "host", "--file", target["dockerfile"]]
     command += ["--target", options.stage or target["target"]]
     if place != HERE:
         command += ["--platform", place]
-    arguments = dict(target["args"])
-    arguments |= bases
+    arguments = target["args"] | own
     # Known to buildx by itself; an engine without it fills them in only for foreign platforms.
     arguments |= {"TARGETARCH": place.partition("/")[2], "BUILDPLATFORM": HERE}
     for name, value in sorted(arguments.items()):
@@ -187,13 +186,13 @@ def build(options: argparse.Namespace) -> None:
             arch = HERE if options.stage in ("wheel", "libraries", "packer") else place
             if arch != HERE and not options.print:
                 emulate(env)
-            bases = {}
+            own = {} if place == HERE else {"UNPACK_BY": "builder"}
             if options.base:
-                bases = {"BASE_IMAGE": options.base, "BUILDER_IMAGE": options.base}
+                own |= {"BASE_IMAGE": options.base, "BUILDER_IMAGE": options.base}
             elif options.debootstrap and not options.print:
-                bases["BUILDER_IMAGE"] = debootstrap(docker, env, HERE.partition("/")[2])
-                bases["BASE_IMAGE"] = debootstrap(docker, env, arch.partition("/")[2])
-            command = build_command(docker, target, options, place, bases)
+                own["BUILDER_IMAGE"] = debootstrap(docker, env, HERE.partition("/")[2])
+                own["BASE_IMAGE"] = debootstrap(docker, env, arch.partition("/")[2])
+            command = build_command(docker, target, options, place, own)
             if options.print:
                 print(shlex.join(command))
                 continue

@@ -77,7 +77,7 @@ def test_bases_are_pinned_by_digest_and_nothing_else_says_a_version(targets, doc
     for line in dockerfile.splitlines():
         if line.startswith("FROM"):
             name = line.split()[-3] if " AS " in line else line.split()[1]
-            assert re.fullmatch(r"\$\{\w+\}|scratch|[a-z]+", name), line
+            assert re.fullmatch(r"\$\{\w+\}|scratch|[a-z-]+(\$\{UNPACK_BY\})?", name), line
 
 
 def test_locks_hold_what_the_versions_say(checkout, targets):
@@ -133,6 +133,8 @@ def test_commands_are_printed(checkout):
     )
     arm, hopper = done.stdout.splitlines()
     assert "--platform linux/arm64" in arm and "ARCHITECTURES=121" in arm
+    assert ("UNPACK_BY=builder" in arm) == (images.HERE != "linux/arm64")
+    assert ("UNPACK_BY=runtime" in hopper) == (images.HERE == "linux/amd64")
     assert "--platform" not in hopper.replace("BUILDPLATFORM", "") or "arm64" not in hopper
     assert "--target cuda" in hopper
     for words, said in (

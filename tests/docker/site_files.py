@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from exl3_host import spec, venv
+from exl3_host import containers, preflight, service, spec, venv
 
 
 def tree_hash(folder: Path) -> str:
@@ -75,6 +75,27 @@ class Site:
         done = self.play(name, *arguments)
         assert done.returncode == 0, done.stdout
         return int(re.search(r"changed=(\d+)", done.stdout)[1])
+
+    def serve(self) -> None:
+        """What a first deploy.yml comes to, without Ansible, for tests of what comes after."""
+        given = {
+            "instance": self.settings["exl3_instances"][0],
+            "bind_address": "127.0.0.1",
+            "checkout": self.checkout,
+            "store": self.store,
+            "venv": self.venv,
+            "defaults": {
+                "default_runtime": "docker",
+                "container_user": containers.DEFAULT_USER,
+                "container_network": "host",
+            },
+        }
+        planner = preflight.planner(self.venv)
+        assert planner is not None
+        plan = preflight.planned(planner, given)
+        spec.write_json(self.store / "plans" / "little.json", plan)
+        options = service.Options("supervisor", docker_host=self.settings["exl3_docker_host"])
+        assert service.ensure(plan, self.store, options).changed
 
     def state(self) -> dict | None:
         return spec.read_json(spec.Paths(self.store, "little").state)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from exl3_host import containers, procs, spec, status
+from exl3_host import containers, procs, service, spec, status
 from site_files import Site, tree_hash
 
 RECIPE = """\
@@ -62,7 +62,7 @@ def site(checkout, port, images, docker_host):
     folder.chmod(0o755)
     made = SmallSite(folder, checkout, port, images, docker_host)
     yield made
-    made.play("teardown")
+    service.remove(spec.Paths(made.store, "little"))
     shutil.rmtree(folder)
 
 
@@ -71,9 +71,13 @@ def names(client, state=None):
     return [one["Names"][0].lstrip("/") for one in found if state in (None, one["State"])]
 
 
+def images_of(docker) -> set[bytes]:
+    return set(subprocess.run([*docker, "images", "-q"], capture_output=True).stdout.split())
+
+
 def test_life_of_a_deployment(site, client, docker, capsys, requests_every_100_ms):
     before = tree_hash(site.folder)
-    images_before = subprocess.run([*docker, "images", "-q"], capture_output=True).stdout
+    images_before = images_of(docker)
 
     assert site.changed("deploy", "--check", "--diff") > 0
     assert not site.store.exists() and names(client) == [], "check mode wrote something"
@@ -120,7 +124,7 @@ def test_life_of_a_deployment(site, client, docker, capsys, requests_every_100_m
     site.recipe.write_text(recipe)
     assert site.play("teardown", "--tags", "data").returncode == 0
     assert tree_hash(site.folder) == before
-    assert subprocess.run([*docker, "images", "-q"], capture_output=True).stdout == images_before
+    assert images_of(docker) == images_before
 
 
 def wait_for(condition, process, seconds=60):
@@ -151,8 +155,8 @@ MOMENTS = {
     "stopping": lambda site, client: (site.state() or {}).get("phase") == "stopping",
     # The new one was started and is not ready.
     "starting": lambda site, client: (
-        len(names(client)) == 2
-        and names(client, "running") not in ([], [names(client)[1]])
+        [one["State"] == "running" for one in containers.of_instance(client, "little")]
+        == [True, False]  # the newest comes first
         and not spec.Paths(site.store, "little").ready.exists()
     ),
 }
@@ -163,7 +167,7 @@ def test_killed_between_two_steps_the_next_run_ends_serving(site, client, moment
     # Long enough to be met by a test that has to share its processor.
     drain = 8.0 if moment == "stopping" else 0.0
     site.write_recipe("a", drain=drain)
-    site.changed("deploy")
+    site.serve()
     (old,) = names(client)
     slow = {"ready-after": 3.0} if moment != "stopping" else {}
     site.write_recipe("b", **slow)
@@ -184,7 +188,7 @@ def test_killed_between_two_steps_the_next_run_ends_serving(site, client, moment
 
 def test_killed_in_a_broken_upgrade_the_next_run_goes_back(site, client):
     """The play dies after the old server was stopped, and the new one turns out to be broken."""
-    site.changed("deploy")
+    site.serve()
     (old,) = names(client)
     site.write_recipe("b", answer="Rome", **{"ready-after": 2.0})
     never = ("-e", "exl3_instance_rehearsal=never")
@@ -199,7 +203,7 @@ def test_killed_in_a_broken_upgrade_the_next_run_goes_back(site, client):
 
 
 def test_an_image_that_cannot_be_had_is_refused_before_anything_stops(site, client, images):
-    site.changed("deploy")
+    site.serve()
     (old,) = names(client)
     site.images = {**images, "b": "sha256:" + "1" * 64}
     site.write_recipe("b")
@@ -213,7 +217,7 @@ def test_an_image_that_cannot_be_had_is_refused_before_anything_stops(site, clie
 def test_what_operators_run(site, client, tmp_path, docker_host):
     """smoke, bench, ab_pin, calibrate, report: each as a playbook, on one container."""
     site.write_recipe("a")
-    site.changed("deploy")
+    site.serve()
     said = " ".join(site.play("smoke").stdout.split())
     assert "asked 'What is the capital of France?' it says 'Paris.'" in said
 

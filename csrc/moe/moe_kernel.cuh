@@ -140,6 +140,7 @@ __device__ __forceinline__ void store_rows(const MoeGemmParams& p, const MoeItem
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     moe_gemm_kernel(const __grid_constant__ MoeGemmParams p) {
+  if constexpr (!kLaunchedHere<C>) return;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = warp / C::kGroupWarps, part = warp % C::kGroupWarps;

@@ -20,24 +20,35 @@ cudaError_t launch_moe_config(MoeGemmParams& params, const GemmLaunch& launch) {
                        launch.dependent_launch, launch.stream, params);
 }
 
+// As launch_rows of the linear layers.
+template <int kHalfBits, Family kFamily, Form kForm, int kRows>
+cudaError_t launch_moe_rows(MoeGemmParams& params, const GemmLaunch& launch) {
+  if constexpr (gemm_gains_from_room(kRows)) {
+    if (launch.room == Room::kLarge) {
+      return launch_moe_config<GemmConfig<kHalfBits, kFamily, kForm, kRows, Room::kLarge>>(params,
+                                                                                           launch);
+    }
+  }
+  return launch_moe_config<GemmConfig<kHalfBits, kFamily, kForm, kRows>>(params, launch);
+}
+
 template <int kHalfBits, Family kFamily>
 cudaError_t launch_moe_family(MoeGemmParams& params, const GemmLaunch& launch) {
   if (launch.form == Form::kFast) {
     if (launch.rows != kFastRows) return cudaErrorInvalidValue;
-    return launch_moe_config<GemmConfig<kHalfBits, kFamily, Form::kFast, kFastRows>>(params,
-                                                                                     launch);
+    return launch_moe_rows<kHalfBits, kFamily, Form::kFast, kFastRows>(params, launch);
   }
   switch (launch.rows) {
     case 8:
-      return launch_moe_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 8>>(params, launch);
+      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 8>(params, launch);
     case 16:
-      return launch_moe_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 16>>(params, launch);
+      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 16>(params, launch);
     case 32:
-      return launch_moe_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 32>>(params, launch);
+      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 32>(params, launch);
     case 64:
-      return launch_moe_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 64>>(params, launch);
+      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 64>(params, launch);
     case 128:
-      return launch_moe_config<GemmConfig<kHalfBits, kFamily, Form::kExact, 128>>(params, launch);
+      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 128>(params, launch);
     default:
       return cudaErrorInvalidValue;
   }

@@ -195,8 +195,9 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
     gemm.partials = at(floats, w.partials);
     gemm.flags = flags + index * call.choice.blocks;
     gemm.constants = constants_of(kind.codebook);
-    const GemmLaunch launch{rows, fast ? Form::kFast : Form::kExact, family_of(kind),
-                            call.dependent, call.stream};
+    const GemmLaunch launch{
+        rows,     fast ? Form::kFast : Form::kExact, family_of(kind), call.dependent, call.stream,
+        call.room};
     check_launch("a product of the experts", with_rate(kind.tile_words / 8, [&](auto rate) {
                    return launch_moe_gemm<decltype(rate)::half_bits>(gemm, launch);
                  }));
@@ -302,6 +303,7 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
             0,
             options().dependent_launch && facts.architecture >= 90,
             facts.multiprocessors,
+            gemm_room(facts.architecture),
             stream_of(device)};
   call.lists = a.kinds.size() == 1 ? 1 : static_cast<int>(call.products.size());
   if (dense) {

@@ -33,6 +33,7 @@ struct Call {
   int lists;
   bool dependent;
   int multiprocessors;
+  Room room;
   cudaStream_t stream;
 };
 

@@ -27,14 +27,14 @@ def compiled(request, tmp_path_factory) -> tuple[str, int, Path]:
 def test_registers_and_stacks(compiled):
     name, _, target = compiled
     usages = kernel_usage.read_usage(target, cuda_tools.find_tool("cuobjdump"))
-    assert len(usages) == {"moe_plan": 1, "moe_rows": 5, "moe_stream_finish": 2}.get(name, 16)
+    assert len(usages) == {"moe_plan": 1, "moe_rows": 8, "moe_stream_finish": 2}.get(name, 24)
     assert kernel_usage.problems(usages) == []
 
 
 def test_the_main_loop_stays_in_registers(compiled):
     name, architecture, target = compiled
     loops = machine_code.main_loops(target)
-    # Empty where it is not used: the route for few tokens.
+    # Empty where they are not used: the route for few tokens, and either room of a tile.
     assert len(loops) == ((16 if architecture == 90 else 12) if "rate" in name else 0)
     for kernel, lines in loops.items():
         assert sum("HMMA" in line for line in lines) >= 8, f"sm_{architecture} {kernel}: no loop"

@@ -234,7 +234,7 @@ def test_refused():
         ("topk_weights has scalar type", {"weights": weights.double()}),
         ("topk_ids must be on the device", {"ids": ids.cpu()}),
         ("plan \\(24, 0, 0, 0\\) is none", {"plan": [24, 0, 0, 0]}),
-        ("form 1 up to 8 alone", {"plan": [16, 1, 0, 0]}),
+        ("form 1 from 1 to 8 alone", {"plan": [16, 1, 0, 0]}),
         ("17 experts a token", {"ids": ids.repeat(1, 9)[:, :17], "weights": weights.repeat(1, 9)}),
         ("x has 129 columns", {"x": moe.rows(41, 4, 129)}),
     ]

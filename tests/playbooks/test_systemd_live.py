@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import systemd_host
+from exl3_host import spec
 
 from tests.fleet import Fleet
 
+pytestmark = pytest.mark.slow
 PORT = 18077
 UNIT = "exl3-tiny.service"
 SMALL = Path(__file__).with_name("small_server.py")
@@ -118,11 +120,15 @@ def test_a_deploy_makes_a_unit(fleet, host):
 def test_a_new_release_is_what_systemd_runs(fleet, host):
     """No stale unit: deepops#1109."""
     path, before = fleet.site.own / "tiny.yaml", fleet.server(host)
-    path.write_text(path.read_text().replace("answer: Paris", "answer: Paris."))
+    path.write_text(path.read_text().replace("answer: Paris", "answer: Paris., noise: 60000000"))
     assert changed(fleet.play("deploy")) > 0
     assert fleet.server(host) != before and host.show(UNIT, "NeedDaemonReload") == "no"
     words = Path("/proc").joinpath(str(fleet.server(host)), "cmdline")
     assert "Paris." in host.run("cat", str(words)).stdout.split("\0")
+    # It says a lot, which stays bounded here too.
+    logs = fleet.store / "logs" / "tiny"
+    until(lambda: (logs / "server.log").stat().st_size < spec.LOG_MAX_BYTES)
+    assert (logs / "server.log.1").stat().st_size > spec.LOG_MAX_BYTES
 
 
 def test_restarts_are_bounded_and_counted(fleet, host):
@@ -154,9 +160,9 @@ def test_stopped_by_hand_is_no_failure(fleet, host):
 
 def test_a_shutdown_drains_and_a_boot_serves_again(fleet, host):
     log = fleet.store / "logs/tiny/server.log"
-    drained, before = log.read_text().count("drained"), fleet.state(host)["server"]
+    before = fleet.state(host)["server"]
     host.shut_down()
-    assert log.read_text().count("drained") == drained + 1
+    assert re.search(r"drained\n\[exl3 [^\]]*\] ended with exit status 0\n$", log.read_text())
     host.boot()
     until(lambda: fleet.health(host) == "200")
     after = fleet.state(host)

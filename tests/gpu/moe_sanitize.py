@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", type=int, default=len(moe_cases.RATES), help="how many rates")
     parser.add_argument("--plans", default=",".join(moe_layers.PLANS), help="names of plans")
+    parser.add_argument("--short", action="store_true", help="one layer, two calls a plan")
     parser.add_argument("--dense", action="store_true", help="torch's grouped product as well")
     arguments = parser.parse_args()
     ops.require_cuda()
@@ -34,6 +35,8 @@ def main() -> int:
     layers = [(4, 128, 128, 128, kind) for kind in rates]
     layers.append((5, 256, 256, 384, lambda e, p: moe_cases.RATES[(3 * e + p) % 27]))
     layers.append((3, 1024, 256, 128, moe_cases.RATES[-1]))
+    if arguments.short:
+        layers = layers[-1:]
     for number, (count, k, inner, n, kinds) in enumerate(layers):
         stored = moe_cases.layer(number, count, k, inner, n, kinds)
         cut = (3, inner - 5)
@@ -44,7 +47,8 @@ def main() -> int:
             plan = moe_layers.PLANS[name]
             if not held.takes(plan, dtype) or (plan[0] == 0 and not arguments.dense):
                 continue
-            for m in (1, 19) if k == 128 else (3, 2 * plan[0] + 3):
+            sizes = (1, 19) if k == 128 else (3,) if arguments.short else (3, 2 * plan[0] + 3)
+            for m in sizes:
                 weights, ids = moe_cases.routing([number, m], m, 2, count)
                 ids[m // 2, 0] = -1
                 x = moe_cases.activations(m, m, k, dtype)

@@ -16,7 +16,7 @@ struct Step {
   double below;
   int rows;
 };
-constexpr Step kLadder[] = {{6, 8}, {12, 16}, {24, 32}, {80, 64}};
+constexpr Step kLadder[] = {{6, 8}, {12, 16}, {24, 32}, {160, 64}};
 
 constexpr int64_t kChunkTokens = 4096;
 constexpr int64_t kChunkBytes = int64_t{1} << 30;  // of images and rows, roughly

@@ -26,6 +26,12 @@ __global__ void __launch_bounds__(kThreads, 65536 / (kThreads * kFinishRegisters
   // As down, this kernel starts only once the routing is there.
   const int tiles = find_route<kThreads>(p.ids, route);
   const MoeShares shares = MoeShares::of(p.work, tiles);
+  const auto scales_of = [&](int tile) {
+    return p.svh + int64_t{route.expert[tile]} * p.work.strips * 128 + block * 128 + 4 * lane;
+  };
+  if (warp < p.top_k && route.place[token * p.top_k + warp] >= 0) {
+    prefetch_l2(scales_of(route.place[token * p.top_k + warp] / p.ids.rows));
+  }
   await_predecessors();
 
   float sum = 0.0f;  // of one column a thread
@@ -36,8 +42,7 @@ __global__ void __launch_bounds__(kThreads, 65536 / (kThreads * kFinishRegisters
     if (place >= 0) {
       const int rows_of_tile = p.ids.rows;
       const int tile = place / rows_of_tile, row = place - tile * rows_of_tile;
-      const float4 scales = load_scales(p.svh + int64_t{route.expert[tile]} * p.work.strips * 128 +
-                                        block * 128 + 4 * lane);
+      const float4 scales = load_scales(scales_of(tile));
       const float weight = p.weights != nullptr ? __ldg(p.weights + pair) : 1.0f;
       float z[1][4];
       add_parts<1>(

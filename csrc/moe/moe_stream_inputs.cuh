@@ -103,6 +103,20 @@ __device__ __forceinline__ void load_token(const MoeStreamParams& p, int pair, i
   }
 }
 
+// Brings near what no kernel writes and the routing decides: the scales that down will want.
+__device__ __forceinline__ void prefetch_scales(const MoeStreamParams& p, const MoeRoute& route) {
+  const int k = p.work.steps * 16, units = p.work.strips * p.work.steps;
+#pragma unroll 1
+  for (int tile = route.first_segment; tile * units < route.end; ++tile) {
+    const int64_t expert = route.expert[tile];
+    // Lines of 64 scales: svh of gate and of up, then suh.
+#pragma unroll 1
+    for (int at = 64 * thread_index(); at < 3 * k; at += 64 * 32 * kStreamWarps) {
+      prefetch_l2(at < 2 * k ? p.svh + expert * 2 * k + at : p.suh + expert * k + at - 2 * k);
+    }
+  }
+}
+
 // The inputs of the block's range, by all warps: a warp makes a block of 128 of a row at a time.
 __device__ __forceinline__ void make_inputs(const MoeStreamParams& p, const MoeRoute& route,
                                             uint8_t* inputs) {

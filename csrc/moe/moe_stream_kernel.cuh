@@ -69,6 +69,15 @@ struct MoeProgress {
   }
 };
 
+// Brings near where the words of gate and up begin, which every warp asks for before its first
+// word.
+__device__ __forceinline__ void prefetch_tables(const MoeStreamParams& p) {
+  const int lines = (p.ids.experts + 7) / 8, i = threadIdx.x;  // of eight entries
+  if (blockIdx.x == 0 && i < 2 * lines) {
+    prefetch_l2(i < lines ? p.table[0] + 16 * i : p.table[1] + 16 * (i - lines));
+  }
+}
+
 template <int kTiles>
 __device__ __forceinline__ void clear(float (&acc)[kTiles][1][4], float (&inputs)[4]) {
 #pragma unroll
@@ -153,7 +162,10 @@ __global__ void __maxnreg__(C::kRegisters)
 
   // The routing is the work of a kernel before gate and up. They let down start only once it is
   // there, so that down may read it at once.
-  if (!p.down) await_predecessors();
+  if (!p.down) {
+    prefetch_tables(p);
+    await_predecessors();
+  }
   release_dependents();
   if (!find_range<C::kThreads>(p, route)) {
     if (p.down) await_predecessors();
@@ -181,7 +193,10 @@ __global__ void __maxnreg__(C::kRegisters)
     if (turn == C::kEarlyStages) {
       // Weights depend on no other kernel, so some of them come first; but not all that there is
       // room for, or what the inputs are made of would wait behind them.
-      if (p.down) await_predecessors();
+      if (p.down) {
+        prefetch_scales(p, route);
+        await_predecessors();
+      }
       make_inputs(p, route, inputs);
       __syncthreads();
       // They hold nothing yet, and said here they take no registers while the inputs are made.

@@ -9,7 +9,7 @@ import pytest
 
 from exl3_plugin.experts import Activation
 from exl3_plugin.loading import LoadError
-from exl3_plugin.moe import activation_of, refuse_options
+from exl3_plugin.moe_options import activation_of, refuse_options
 
 PREFIX = "model.layers.3.mlp.experts"
 

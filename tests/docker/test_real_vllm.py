@@ -1,7 +1,7 @@
 """The whole way in a container with nothing replaced: our CPU image, vLLM, plugin, kernels.
 
 The image is built where it is missing, from cached wheels where there are some; the checkpoint is a
-tiny one of tests/fixtures.
+tiny one of tests/fixtures. That vLLM compiles in it too is shown by tests/images/test_cpu_image.py.
 """
 
 import json
@@ -30,6 +30,8 @@ profiles:
     match: {{device: cpu}}
     parallel: {{tp: 1}}
     memory: {{max_model_len: {length}, kv_cache_gib: 1}}
+serve:
+  args: {{enforce-eager: true}}
 health:
   ready_timeout_s: 400
   stall_timeout_s: 200

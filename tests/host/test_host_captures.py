@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from exl3_host import capture, facts, gpupin, measure, nccl, numa, peers, topology
+from exl3_host import calibration, capture, facts, gpupin, measure, nccl, numa, peers, topology
 from gpu_host import DATA, uuid
 
 # By name: GPUs, their PCI addresses, what the kernel says of their node, the pin for all of them.
@@ -78,6 +78,21 @@ def test_the_peers_of_a_captured_host(tmp_path: Path) -> None:
     assert peers.decide(report, 4).verdict == "veto"
     # 18 links of 26.6 GB/s: a copy between neighbours cannot be faster than 478 GB/s.
     assert all(300 < copy["gb_s"] < 478 for copy in report["copies"])
+
+
+def test_one_profile_for_two_cards_of_a_kind(tmp_path: Path) -> None:
+    """`exl3ctl calibrate` on that host measured one card, and called the profile so."""
+    ((key, gpu),) = calibration.wanted(captured("h200-2", tmp_path), "h200-trial")
+    assert gpu["index"] == 0 and calibration.file_of(tmp_path, key).name == (
+        "nvidia-h200-29e0a1ba.json"
+    )
+    assert key == {
+        "name": "NVIDIA H200",
+        "compute_capability": "9.0",
+        "memory_gib": 140,
+        "driver_major": "580",
+        "software": "h200-trial",
+    }
 
 
 def test_samples_of_one_node_decide_nothing(tmp_path: Path) -> None:

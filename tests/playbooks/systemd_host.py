@@ -102,6 +102,11 @@ def needed() -> None:
         pytest.skip("SYSTEMD NOT TESTED: namespaces need root")
     if missing:
         pytest.skip(f"SYSTEMD NOT TESTED: {', '.join(missing)} not there (package systemd)")
+    spaces = ["--mount", "--pid", "--cgroup", "--uts", "--ipc", "--net", "--fork"]
+    inside = ["mount", "-t", "cgroup2", "none", "/mnt"]
+    probe = subprocess.run(["unshare", *spaces, *inside], capture_output=True, text=True)
+    if probe.returncode != 0:
+        pytest.skip(f"SYSTEMD NOT TESTED: {probe.stderr.strip()}")
 
 
 class SystemdHost:

@@ -138,8 +138,9 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
     params.partials = reinterpret_cast<float*>(workspace + parts.partials);
     params.flags = flags + launches++ * launch_flags;
     params.constants = kind.constants();
-    const GemmLaunch launch{plan.rows, plan.form == 1 ? Form::kFast : Form::kExact, kind.family(),
-                            dependent, stream, gemm_room(facts.architecture)};
+    const GemmLaunch launch{plan.rows,     plan.form == 1 ? Form::kFast : Form::kExact,
+                            kind.family(), dependent,
+                            stream,        gemm_room(facts.architecture)};
     check_launch("the product", with_rate(kind.half_bits, [&](auto rate) {
                    return launch_gemm<decltype(rate)::half_bits>(params, launch);
                  }));

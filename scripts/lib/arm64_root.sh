@@ -7,7 +7,7 @@
 #   scripts/lib/arm64_root.sh run DIR CMD...        run a command in it, in /suite, where the tests and
 #                                                   csrc of the checkout are; reference data in /data
 #
-# Needs root. Registers qemu-aarch64-static with the kernel's binfmt_misc where nobody has. Packages
+# Needs root. Registers an emulator with the kernel (emulate.sh). Packages
 # and wheels are only unpacked, by this machine, so nothing but the tests themselves runs emulated.
 # torch is the oldest that our wheel supports: its aarch64 wheel is a CPU build of 146 MB, later ones
 # bring CUDA.

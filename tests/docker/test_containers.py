@@ -229,9 +229,10 @@ def test_broken_upgrade_loses_not_one_request(
             patience = {"stall_timeout_s": 2 if "--silent" in fault else 20}
             plan = make_plan(*fault, image="b", health=patience)
             service.ensure(plan, store, options)
-        time.sleep(0.5)
+        asked = requests.asked
+        until(lambda: requests.asked > asked + 5)  # it goes on answering
     assert reason in str(caught.value) and "was not touched" in caught.value.fix
-    assert requests.asked > 10 and requests.lost == []
+    assert requests.lost == []
     assert names(client) == [old] and look(store).pid == pid
     assert client.containers(f"{containers.LABEL_INSTANCE}=small-rehearsal") == []
     if reason.startswith("ValueError"):

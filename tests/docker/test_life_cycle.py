@@ -101,7 +101,7 @@ def test_life_of_a_deployment(site, client, docker, capsys, requests_every_100_m
     said = " ".join(done.stdout.split())
     assert done.returncode != 0 and "ValueError: the trellis is 17 wide" in said
     assert "did not pass its rehearsal" in said and "was not touched" in said
-    assert requests.asked > 20 and requests.lost == []
+    assert requests.asked > 5 and requests.lost == []
     with capsys.disabled():
         print(f"  broken upgrade: {requests.asked} requests, {len(requests.lost)} lost")
     assert names(client) == [first]

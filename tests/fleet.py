@@ -13,6 +13,28 @@ from exl3_host import venv as host_venv
 
 from tests import two_hosts
 
+SMALL_RECIPE = """\
+schema: exl3-recipe/1
+name: tiny
+model: {path: "{model}", served_name: tiny}
+profiles:
+  cpu:
+    match: {device: cpu}
+    parallel: {tp: 1}
+    memory: {max_model_len: 256, kv_cache_gib: 1}
+serve:
+  args: {{args}}
+health:
+  ready_timeout_s: 60
+  stall_timeout_s: 30
+  smoke: {endpoint: chat, prompt: What is the capital of France?, max_tokens: 8, expect: (?i)paris}
+"""
+
+
+def small_recipe(args: str) -> str:
+    """The recipe of the small server, told `args` as YAML; {model} is left for `Fleet`."""
+    return SMALL_RECIPE.replace("{args}", args)
+
 
 class Fleet:
     """Hosts `host-a` and `host-b`, as a controller on host a's network sees them.

@@ -1,9 +1,24 @@
-// Launching with and without the attribute for programmatic dependent launch.
+// Launching: with and without the attribute for programmatic dependent launch, and for a family of
+// codebooks that only the caller's data tell.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
+#include "device/forms.h"
+
 namespace exl3 {
+
+// Calls f with the family as a constant; refuses one that a rate, twice its bits, does not have.
+template <int kHalfBits, class F>
+cudaError_t with_family(Family family, F&& f) {
+  if (family == Family::kByteSum) return f(std::integral_constant<Family, Family::kByteSum>{});
+  if constexpr (kHalfBits % 2 == 0) {
+    return f(std::integral_constant<Family, Family::kHalves>{});
+  }
+  return cudaErrorInvalidValue;
+}
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads,

@@ -218,25 +218,17 @@ cudaError_t launch_reconstruct_family(const ReconstructParams& p, cudaStream_t s
 
 template <int kHalfBits>
 cudaError_t launch_rebuild(const RebuildParams& params, Family family, cudaStream_t stream) {
-  if (family == Family::kByteSum) {
-    return launch_rebuild_family<kHalfBits, Family::kByteSum>(params, stream);
-  }
-  if constexpr (kHalfBits % 2 == 0) {
-    return launch_rebuild_family<kHalfBits, Family::kHalves>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_family<kHalfBits>(family, [&](auto constant) {
+    return launch_rebuild_family<kHalfBits, decltype(constant)::value>(params, stream);
+  });
 }
 
 template <int kHalfBits>
 cudaError_t launch_reconstruct(const ReconstructParams& params, Family family,
                                cudaStream_t stream) {
-  if (family == Family::kByteSum) {
-    return launch_reconstruct_family<kHalfBits, Family::kByteSum>(params, stream);
-  }
-  if constexpr (kHalfBits % 2 == 0) {
-    return launch_reconstruct_family<kHalfBits, Family::kHalves>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_family<kHalfBits>(family, [&](auto constant) {
+    return launch_reconstruct_family<kHalfBits, decltype(constant)::value>(params, stream);
+  });
 }
 
 }  // namespace exl3

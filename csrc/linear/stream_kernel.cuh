@@ -20,6 +20,7 @@
 #include "linear/output.cuh"
 #include "linear/stream_config.cuh"
 #include "linear/stream_input.cuh"
+#include "linear/stream_sums.cuh"
 
 namespace exl3 {
 
@@ -32,13 +33,7 @@ __device__ __forceinline__ void store_sums(const Accumulators<C>& acc, const flo
   for (int t = 0; t < C::kWarpTiles; ++t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float z = acc[t][0][2 * half];
-      if constexpr (C::kSumsInputs) {
-        // sum_k (slope * s + offset) x, where the byte sums s were read as subnormals.
-        constexpr float kSlope = CodebookMul1::kSlope * CodebookMul1::kUnit * 16777216.0f;
-        z = z * kSlope + inputs[0] * (CodebookMul1::kOffset * CodebookMul1::kUnit);
-      }
-      to[16 * t + 8 * half + lane / 4] = z;
+      to[16 * t + 8 * half + lane / 4] = whole_sum<C>(acc[t][0][2 * half], inputs[0]);
     }
   }
 }
@@ -65,13 +60,7 @@ __device__ __forceinline__ void add_warps(const StreamParams& p, const float* me
 #pragma unroll 1
   for (int s = warp; s < strips; s += C::kWarps) {
     const uint32_t warps = __ballot_sync(0xFFFFFFFFu, last_strip == first_strip + s);
-    float4 z = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
-    for (int w = 0; w < C::kWarps; ++w) {
-      if ((warps >> w & 1) == 0) continue;
-      const float4 v = *reinterpret_cast<const float4*>(meet + w * 128 + 4 * lane);
-      z.x += v.x, z.y += v.y, z.z += v.z, z.w += v.w;
-    }
+    const float4 z = sum_of_warps<C::kWarps>(warps, meet + 4 * lane, 128);
     *reinterpret_cast<float4*>(p.partials + (int64_t{blockIdx.x} + first_strip + s) * 128 +
                                4 * lane) = z;
   }
@@ -118,15 +107,7 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
 
     Accumulators<C> acc;
     float input_sums[4];
-    const auto clear = [&] {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        input_sums[i] = 0.0f;
-#pragma unroll
-        for (int t = 0; t < C::kWarpTiles; ++t) acc[t][0][i] = 0.0f;
-      }
-    };
-    clear();
+    clear_sums(acc, input_sums);
     int strip = share.begin / strip_steps;
     int unit = share.begin, fetched = share.begin;
     // All columns of the product get the one row; the first is read in the end.
@@ -175,7 +156,7 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
           }
           store_sums<C>(acc, input_sums, out, thread_index() % 32);
           if (last) goto share_done;
-          clear();
+          clear_sums(acc, input_sums);
           ++strip;
           if (all) x_of_step = inputs + thread_index() % 4 * 8;
         }

@@ -26,13 +26,9 @@ cudaError_t launch_stream_family(const StreamParams& params, const StreamLaunch&
 
 template <int kHalfBits>
 cudaError_t launch_stream(const StreamParams& params, const StreamLaunch& launch) {
-  if (launch.family == Family::kByteSum) {
-    return launch_stream_family<kHalfBits, Family::kByteSum>(params, launch);
-  }
-  if constexpr (kHalfBits % 2 == 0) {
-    return launch_stream_family<kHalfBits, Family::kHalves>(params, launch);
-  }
-  return cudaErrorInvalidValue;
+  return with_family<kHalfBits>(launch.family, [&](auto family) {
+    return launch_stream_family<kHalfBits, decltype(family)::value>(params, launch);
+  });
 }
 
 }  // namespace exl3

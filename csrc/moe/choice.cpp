@@ -35,7 +35,16 @@ int rows_of_tile(double average) {
   return 128;
 }
 
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+// Parts of a workspace, one after the other, each at a multiple of 256 bytes.
+struct Parts {
+  int64_t end = 0;
+
+  int64_t take(int64_t bytes) {
+    const int64_t begin = end;
+    end += (bytes + 255) / 256 * 256;
+    return begin;
+  }
+};
 
 // Tiles of the route for few tokens: as tall as their inputs fit into shared memory, since an
 // expert with more rows is decoded again. 0 where that would be the rule, or nothing fits.
@@ -138,27 +147,22 @@ MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64
                            int lists, int launches, bool paired) {
   const int64_t tiles = most_tiles(shape, tokens, choice.rows), rows = tiles * choice.rows;
   MoeWorkspace w{};
-  int64_t at = 0;
-  const auto take = [&](int64_t bytes) {
-    const int64_t begin = at;
-    at += aligned(bytes);
-    return begin;
-  };
-  w.tiles = take(4);
-  w.counts = take(4 * shape.experts);
-  w.tile_expert = take(4 * tiles);
-  w.row_pair = take(4 * rows);
-  w.lists = take(16 * tiles * lists);
-  w.list_counts = take(4 * int64_t{lists});
-  w.flags = take(4 * int64_t{launches} * choice.blocks);
-  w.image = take(2 * tiles * image_bytes(shape.k, choice.rows));
-  w.block_sums = take(choice.form == 0 ? 0 : 2 * rows * (shape.k / 128) * 4);
-  w.next_image = take(tiles * image_bytes(shape.inner, choice.rows));
-  w.next_sums = take(choice.form == 0 ? 0 : rows * (shape.inner / 128) * 4);
-  w.gate_up = take(paired ? 0 : rows * 2 * shape.inner * 4);
-  w.partials = take((paired ? 3 : 1) * int64_t{choice.blocks} * partial_bytes(choice.rows));
-  w.out = take(tokens * shape.top_k * shape.n * 4);
-  w.total = at;
+  Parts parts;
+  w.tiles = parts.take(4);
+  w.counts = parts.take(4 * shape.experts);
+  w.tile_expert = parts.take(4 * tiles);
+  w.row_pair = parts.take(4 * rows);
+  w.lists = parts.take(16 * tiles * lists);
+  w.list_counts = parts.take(4 * int64_t{lists});
+  w.flags = parts.take(4 * int64_t{launches} * choice.blocks);
+  w.image = parts.take(2 * tiles * image_bytes(shape.k, choice.rows));
+  w.block_sums = parts.take(choice.form == 0 ? 0 : 2 * rows * (shape.k / 128) * 4);
+  w.next_image = parts.take(tiles * image_bytes(shape.inner, choice.rows));
+  w.next_sums = parts.take(choice.form == 0 ? 0 : rows * (shape.inner / 128) * 4);
+  w.gate_up = parts.take(paired ? 0 : rows * 2 * shape.inner * 4);
+  w.partials = parts.take((paired ? 3 : 1) * int64_t{choice.blocks} * partial_bytes(choice.rows));
+  w.out = parts.take(tokens * shape.top_k * shape.n * 4);
+  w.total = parts.end;
   return w;
 }
 
@@ -168,17 +172,12 @@ MoeStreamWorkspace moe_stream_workspace(const MoeShape& shape, const MoeChoice& 
   const int64_t inner = shape.inner / 128, outer = shape.n / 128;
   const int64_t row_bytes = choice.rows * partial_bytes(1);
   MoeStreamWorkspace w{};
-  int64_t at = 0;
-  const auto take = [&](int64_t bytes) {
-    const int64_t begin = at;
-    at += aligned(bytes);
-    return begin;
-  };
-  w.gate_up_sums = take((choice.blocks + tiles * 2 * inner) * row_bytes);
-  w.gate_up_ends = take(tiles * 2 * inner * row_bytes);
-  w.down_sums = take((choice.blocks + tiles * outer) * row_bytes);
-  w.down_ends = take(tiles * outer * row_bytes);
-  w.total = at;
+  Parts parts;
+  w.gate_up_sums = parts.take((choice.blocks + tiles * 2 * inner) * row_bytes);
+  w.gate_up_ends = parts.take(tiles * 2 * inner * row_bytes);
+  w.down_sums = parts.take((choice.blocks + tiles * outer) * row_bytes);
+  w.down_ends = parts.take(tiles * outer * row_bytes);
+  w.total = parts.end;
   const auto inputs = [&](int64_t halves, int64_t k, int64_t strips) {
     return static_cast<int>(std::min<int64_t>(
         moe_stream_input_bytes(tiles, halves, k, strips, choice.blocks, choice.rows), 1 << 30));

@@ -1,6 +1,7 @@
 // Choosing the instance for a launch; included by the files that instantiate one rate each.
 #pragma once
 
+#include "linear/gemm_instances.cuh"
 #include "linear/launch.cuh"
 #include "moe/moe_kernel.cuh"
 
@@ -20,49 +21,10 @@ cudaError_t launch_moe_config(MoeGemmParams& params, const GemmLaunch& launch) {
                        launch.dependent_launch, launch.stream, params);
 }
 
-// As launch_rows of the linear layers.
-template <int kHalfBits, Family kFamily, Form kForm, int kRows>
-cudaError_t launch_moe_rows(MoeGemmParams& params, const GemmLaunch& launch) {
-  if constexpr (gemm_gains_from_room(kRows)) {
-    if (launch.room == Room::kLarge) {
-      return launch_moe_config<GemmConfig<kHalfBits, kFamily, kForm, kRows, Room::kLarge>>(params,
-                                                                                           launch);
-    }
-  }
-  return launch_moe_config<GemmConfig<kHalfBits, kFamily, kForm, kRows>>(params, launch);
-}
-
-template <int kHalfBits, Family kFamily>
-cudaError_t launch_moe_family(MoeGemmParams& params, const GemmLaunch& launch) {
-  if (launch.form == Form::kFast) {
-    if (launch.rows != kFastRows) return cudaErrorInvalidValue;
-    return launch_moe_rows<kHalfBits, kFamily, Form::kFast, kFastRows>(params, launch);
-  }
-  switch (launch.rows) {
-    case 8:
-      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 8>(params, launch);
-    case 16:
-      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 16>(params, launch);
-    case 32:
-      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 32>(params, launch);
-    case 64:
-      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 64>(params, launch);
-    case 128:
-      return launch_moe_rows<kHalfBits, kFamily, Form::kExact, 128>(params, launch);
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
 template <int kHalfBits>
 cudaError_t launch_moe_gemm(MoeGemmParams& params, const GemmLaunch& launch) {
-  if (launch.family == Family::kByteSum) {
-    return launch_moe_family<kHalfBits, Family::kByteSum>(params, launch);
-  }
-  if constexpr (kHalfBits % 2 == 0) {
-    return launch_moe_family<kHalfBits, Family::kHalves>(params, launch);
-  }
-  return cudaErrorInvalidValue;
+  return with_gemm_config<kHalfBits>(
+      launch, [&](auto config) { return launch_moe_config<decltype(config)>(params, launch); });
 }
 
 }  // namespace exl3

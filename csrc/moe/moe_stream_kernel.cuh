@@ -13,6 +13,7 @@
 #include "linear/gemm_multiply.cuh"
 #include "linear/stream_config.cuh"
 #include "linear/stream_kernel.cuh"
+#include "linear/stream_sums.cuh"
 #include "moe/moe_stream_inputs.cuh"
 
 namespace exl3 {
@@ -78,16 +79,6 @@ __device__ __forceinline__ void prefetch_tables(const MoeStreamParams& p) {
   }
 }
 
-template <int kTiles>
-__device__ __forceinline__ void clear(float (&acc)[kTiles][1][4], float (&inputs)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    inputs[i] = 0.0f;
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) acc[t][0][i] = 0.0f;
-  }
-}
-
 // The sums of a warp as fp32, row by row of 128 channels.
 template <class C>
 __device__ __forceinline__ void store_warp(const Accumulators<C>& acc, const float (&inputs)[4],
@@ -100,13 +91,8 @@ __device__ __forceinline__ void store_warp(const Accumulators<C>& acc, const flo
     for (int t = 0; t < C::kWarpTiles; ++t) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float z = acc[t][0][2 * half + j];
-        if constexpr (C::kSumsInputs) {
-          // sum_k (slope * s + offset) x, where the byte sums s were read as subnormals.
-          constexpr float kSlope = CodebookMul1::kSlope * CodebookMul1::kUnit * 16777216.0f;
-          z = z * kSlope + inputs[j] * (CodebookMul1::kOffset * CodebookMul1::kUnit);
-        }
-        to[row * 128 + 16 * t + 8 * half + lane / 4] = z;
+        to[row * 128 + 16 * t + 8 * half + lane / 4] =
+            whole_sum<C>(acc[t][0][2 * half + j], inputs[j]);
       }
     }
   }
@@ -130,13 +116,7 @@ __device__ __forceinline__ void add_warps(const MoeStreamParams& p, const MoeRou
     const int tile = p.work.tile_of(p.work.by_strips.divide(strip));
     if (row >= route.rows[tile]) continue;
     const uint32_t warps = __ballot_sync(0xFFFFFFFFu, last_strip == strip);
-    float4 z = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
-    for (int w = 0; w < kStreamWarps; ++w) {
-      if ((warps >> w & 1) == 0) continue;
-      const float4 v = *reinterpret_cast<const float4*>(meet + (w * rows + row) * 128 + 4 * lane);
-      z.x += v.x, z.y += v.y, z.z += v.z, z.w += v.w;
-    }
+    const float4 z = sum_of_warps<kStreamWarps>(warps, meet + row * 128 + 4 * lane, rows * 128);
     *reinterpret_cast<float4*>(p.to.partials + ((int64_t{blockIdx.x} + strip) * rows + row) * 128 +
                                4 * lane) = z;
   }
@@ -200,7 +180,7 @@ __global__ void __maxnreg__(C::kRegisters)
       make_inputs(p, route, inputs);
       __syncthreads();
       // They hold nothing yet, and said here they take no registers while the inputs are made.
-      clear(acc, input_sums);
+      clear_sums(acc, input_sums);
       x_of_step = nullptr, strip_left = 0;
     }
     if (fetch_left == 0 && progress.fetched < progress.share_end) {
@@ -241,7 +221,7 @@ __global__ void __maxnreg__(C::kRegisters)
           store_warp<C>(acc, input_sums, out, progress.rows, thread_index() % 32);
         }
         if (last) goto share_done;
-        clear(acc, input_sums);
+        clear_sums(acc, input_sums);
         x_of_step = inputs + progress.next_strip(p, route, strip_left);
       }
       if (stage_left == 0) break;

@@ -27,13 +27,9 @@ cudaError_t launch_moe_stream_family(const MoeStreamParams& params, const MoeStr
 
 template <int kHalfBits>
 cudaError_t launch_moe_stream(const MoeStreamParams& params, const MoeStreamLaunch& launch) {
-  if (launch.family == Family::kByteSum) {
-    return launch_moe_stream_family<kHalfBits, Family::kByteSum>(params, launch);
-  }
-  if constexpr (kHalfBits % 2 == 0) {
-    return launch_moe_stream_family<kHalfBits, Family::kHalves>(params, launch);
-  }
-  return cudaErrorInvalidValue;
+  return with_family<kHalfBits>(launch.family, [&](auto family) {
+    return launch_moe_stream_family<kHalfBits, decltype(family)::value>(params, launch);
+  });
 }
 
 }  // namespace exl3

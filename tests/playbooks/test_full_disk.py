@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from exl3_host import preflight, service, spec, status, supervisor
+from exl3_host import preflight, service, spec, status
 from exl3_host.errors import HostError
+from supervised import run_supervisor
 
 # Writes a line a millisecond into its log and does not mind when that fails, as a server's logging.
 CHATTER = """\
@@ -62,27 +63,11 @@ def fill(disk: Path, leave_kib: int = 0) -> Path:
 
 @pytest.mark.parametrize("disk", [1], indirect=True)
 def test_a_server_outlives_its_log(disk):
-    told = {
-        "argv": [sys.executable, "-c", CHATTER],
-        "cwd": str(disk),
-        "env": {},
-        "secret_env": {},
-        "state": str(disk / "state.json"),
-        "log": str(disk / "logs" / "log"),
-        "log_max_bytes": 200_000,
-        "log_keep": 2,
-        "grace_s": 1,
-        "burst": 5,
-        "interval_s": 60,
-        "backoff_s": 0,
-        "config_hash": "x",
-    }
-    described = disk / "spec.json"
-    described.write_text(json.dumps(told))
-    command = [sys.executable, "-I", "-S", supervisor.__file__, str(described)]
-    program = subprocess.Popen(command)
+    program, state, logs = run_supervisor(
+        disk, [sys.executable, "-c", CHATTER], env={}, log_max_bytes=200_000, burst=5
+    )
     try:
-        state, log = disk / "state.json", disk / "logs" / "log"
+        log = logs / "log"
         until(state.exists)
         server = json.loads(state.read_text())["server"]["pid"]
         until(lambda: log.stat().st_size > 150_000)

@@ -11,8 +11,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from exl3_host import procs, service, spec, status, supervisor
+from exl3_host import procs, service, spec, status
 from exl3_host.errors import HostError
+from supervised import run_supervisor
 
 SMALL_SERVER = Path(__file__).with_name("small_server.py")
 
@@ -250,29 +251,6 @@ def test_interrupted_replacement_is_finished_by_the_next_run(store, make_plan):
     service.halt(spec.Paths(store, "small"))
     outcome = deploy(make_plan("--answer", "Paris again"), store)
     assert outcome.answer == "Paris again" and look(store).state == "serving"
-
-
-def run_supervisor(tmp_path, argv, *flags, **changes):
-    """Run the supervisor program itself, in the foreground; its exit status and last state."""
-    spec = {
-        "argv": argv,
-        "cwd": str(tmp_path),
-        "env": {"PATH": os.environ["PATH"]},
-        "secret_env": {},
-        "state": str(tmp_path / "state.json"),
-        "log": str(tmp_path / "logs" / "log"),
-        "log_max_bytes": 10_000,
-        "log_keep": 2,
-        "grace_s": 1,
-        "burst": 3,
-        "interval_s": 60,
-        "backoff_s": 0,
-        "config_hash": "x",
-        **changes,
-    }
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-I", "-S", supervisor.__file__, str(tmp_path / "spec.json"), *flags]
-    return subprocess.Popen(command), tmp_path / "state.json", tmp_path / "logs"
 
 
 @pytest.mark.parametrize("status", [7, 0])

@@ -12,28 +12,13 @@ import pytest
 import systemd_host
 from exl3_host import spec
 
-from tests.fleet import Fleet
+from tests.fleet import Fleet, small_recipe
 
 pytestmark = pytest.mark.slow
 PORT = 18077
 UNIT = "exl3-tiny.service"
 SMALL = Path(__file__).with_name("small_server.py")
-RECIPE = """\
-schema: exl3-recipe/1
-name: tiny
-model: {path: "{model}", served_name: tiny}
-profiles:
-  cpu:
-    match: {device: cpu}
-    parallel: {tp: 1}
-    memory: {max_model_len: 256, kv_cache_gib: 1}
-serve:
-  args: {answer: Paris, drain: 1}
-health:
-  ready_timeout_s: 60
-  stall_timeout_s: 30
-  smoke: {endpoint: chat, prompt: What is the capital of France?, max_tokens: 8, expect: (?i)paris}
-"""
+RECIPE = small_recipe("answer: Paris, drain: 1")
 
 
 @pytest.fixture(scope="module")

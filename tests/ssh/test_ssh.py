@@ -15,26 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests import two_hosts
-from tests.fleet import Fleet
+from tests.fleet import Fleet, small_recipe
 
 PORT = 18421
 SMALL = Path(__file__).resolve().parents[1] / "playbooks" / "small_server.py"
-RECIPE = """\
-schema: exl3-recipe/1
-name: tiny
-model: {path: "{model}", served_name: tiny}
-profiles:
-  cpu:
-    match: {device: cpu}
-    parallel: {tp: 1}
-    memory: {max_model_len: 256, kv_cache_gib: 1}
-serve:
-  args: {answer: Paris}
-health:
-  ready_timeout_s: 60
-  stall_timeout_s: 30
-  smoke: {endpoint: chat, prompt: What is the capital of France?, max_tokens: 8, expect: (?i)paris}
-"""
+RECIPE = small_recipe("answer: Paris")
 
 
 @pytest.fixture

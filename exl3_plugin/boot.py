@@ -79,7 +79,7 @@ def _require_kernels() -> None:
 
 def _choices(profile: tuning.Profile | None) -> dict[str, Any]:
     """All that decides how a product is computed, apart from the device's size."""
-    table = [] if profile is None else profile.table()
+    table = [] if profile is None else [profile.table(), profile.expert_table()]
     return {
         "plans of EXL3_PROFILE": hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16],
         "options": ops.configure(),

@@ -103,6 +103,63 @@ def arrange(kinds: Sequence[Sequence[Kind]], k: int, inner: int, n: int) -> Arra
     return Arrangement(table, flat, paired, *at)
 
 
+class ExpertPlan(NamedTuple):
+    """How one call is computed; `exl3::moe_with` takes these numbers and tokens at once."""
+
+    rows: int
+    """Rows of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128; 0: rebuilt
+    weights."""
+    form: int
+    """`ops.EXACT`, or `ops.FAST` with 1 to 8 rows."""
+    blocks: int
+    """Thread blocks of a product; 0 leaves the choice to the kernel."""
+
+
+class ExpertSizes(NamedTuple):
+    """What a plan needs to know of a layer of experts on one device."""
+
+    experts: int
+    """On the device."""
+    global_experts: int
+    """Those that the router knows, on all ranks together."""
+    slots: int
+    """Experts of a token."""
+    k: int
+    inner: int
+    """Columns between the products that the device stores."""
+
+
+def plan(
+    device: ops.Device,
+    tokens: int,
+    sizes: ExpertSizes,
+    bits: float,
+    codebook: str,
+    exact: bool = False,
+    batch_invariant: bool = False,
+    table: Sequence[int] = (),
+) -> ExpertPlan:
+    """The plan of a layer whose experts are of one kind, with plain bfloat16 tokens.
+
+    Pure, so it works on every machine.
+
+    Args:
+        device: the GPU, from `ops.cuda_device` or written down.
+        tokens: rows of x.
+        sizes: of the layer; as many outputs as inputs.
+        bits: bits per weight.
+        codebook: "3inst", "mcg" or "mul1".
+        exact: as in `ops.configure`.
+        batch_invariant: likewise.
+        table: measured choices that come before the rule, as `exl3::set_moe_table` takes them.
+    """
+    ops.load()
+    shape = [tokens, sizes.slots, sizes.experts, sizes.global_experts, sizes.k, sizes.inner]
+    shape += [sizes.k, int(2 * bits), int(codebook == "mul1"), 1, 1]
+    options = int(exact) + 2 * int(batch_invariant)
+    return ExpertPlan(*torch.ops.exl3.moe_plan(list(device), shape, options, list(table))[:3])
+
+
 @dataclass(frozen=True)
 class Experts:
     """The experts of one layer on one device, ready to run.

@@ -17,14 +17,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import exl3_plugin
 from exl3_plugin import devices, env, ops
+from exl3_plugin.experts import MAX_SLOTS, ExpertPlan
 
-VERSION = 1
+VERSION = 2
 TILE_ROWS = (8, 16, 32, 64, 128)
 FAST_TILE_ROWS = (8,)
 ANY_FAMILY, HALVES_FAMILY, MUL1_FAMILY = -1, 0, 1
 """Codebook families of a plan: any, the two that add halves (3inst, mcg), mul1."""
 TABLE_FIELDS = ("k", "n", "half_bits", "family", "m_upto", "kernel", "rows", "form", "blocks")
 """Order of a row of `exl3::set_plan_table`."""
+EXPERT_TILE_ROWS = (0, 1, 2, 4, *TILE_ROWS)
+FAST_EXPERT_TILE_ROWS = (1, 2, 4, 8)
+EXPERT_TABLE_FIELDS = (
+    "k", "inner", "experts", "global_experts", "slots", "half_bits", "family", "tokens_upto",
+    "rows", "form", "blocks",
+)  # fmt: skip
+"""Order of a row of `exl3::set_moe_table`."""
 
 
 class ProfileError(ValueError):
@@ -115,10 +123,68 @@ class Measurement(_Strict):
     chosen: bool
 
 
+class ExpertOverride(_Strict):
+    """One row of the table for routed experts. 0 means any; family -1 means any."""
+
+    k: int = Field(0, ge=0)
+    """Stored inputs of gate and up."""
+    inner: int = Field(0, ge=0)
+    """Stored columns between the products, as the device holds them."""
+    experts: int = Field(0, ge=0)
+    """On the device."""
+    global_experts: int = Field(0, ge=0)
+    """Of the model."""
+    slots: int = Field(0, ge=0, le=MAX_SLOTS)
+    """Experts of a token."""
+    half_bits: int = Field(0, ge=0, le=16)
+    family: int = Field(ANY_FAMILY, ge=ANY_FAMILY, le=MUL1_FAMILY)
+    tokens_upto: int = Field(ge=1)
+    """Most tokens that the row is for; the first row that matches and can serve wins."""
+    rows: int
+    form: int = Field(ops.EXACT, ge=ops.EXACT, le=ops.FAST)
+    blocks: int = Field(0, ge=0, lt=1 << 16)
+
+    @model_validator(mode="after")
+    def _is_a_plan(self) -> ExpertOverride:
+        if self.rows not in EXPERT_TILE_ROWS:
+            raise ValueError(f"rows {self.rows} is no tile; there are {EXPERT_TILE_ROWS}")
+        if self.form == ops.FAST and self.rows not in FAST_EXPERT_TILE_ROWS:
+            raise ValueError(f"a fast form exists only with tiles of {FAST_EXPERT_TILE_ROWS} rows")
+        return self
+
+    @property
+    def plan(self) -> ExpertPlan:
+        """The plan it asks for."""
+        return ExpertPlan(self.rows, self.form, self.blocks)
+
+    def numbers(self) -> list[int]:
+        """In the order of `EXPERT_TABLE_FIELDS`."""
+        return [getattr(self, name) for name in EXPERT_TABLE_FIELDS]
+
+
+class ExpertMeasurement(_Strict):
+    """One reading behind a choice for routed experts."""
+
+    k: int
+    inner: int
+    experts: int
+    global_experts: int
+    slots: int
+    half_bits: int
+    family: int
+    tokens: int
+    plan: tuple[int, int, int]
+    us: float
+    spread: float
+    default: bool
+    """The built-in choice."""
+    chosen: bool
+
+
 class Profile(_Strict):
     """A profile file."""
 
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     key: Key
     created: str
     """UTC, ISO 8601."""
@@ -126,11 +192,17 @@ class Profile(_Strict):
     """The read ruler while it was measured."""
     seconds: float
     overrides: list[Override]
+    experts: list[ExpertOverride] = []
     measurements: list[Measurement]
+    expert_measurements: list[ExpertMeasurement] = []
 
     def table(self) -> list[int]:
         """The argument of `exl3::set_plan_table`."""
         return [number for override in self.overrides for number in override.numbers()]
+
+    def expert_table(self) -> list[int]:
+        """The argument of `exl3::set_moe_table`."""
+        return [number for override in self.experts for number in override.numbers()]
 
     def find(self, m: int, k: int, n: int, half_bits: int, family: int) -> ops.Plan | None:
         """The plan the profile gives a problem; None leaves it to the built-in tables."""
@@ -140,7 +212,7 @@ class Profile(_Strict):
     def write(self, path: Path) -> None:
         """Writes the file at once or not at all, one line for each override and measurement."""
         data = self.model_dump()
-        rows = {name: data.pop(name) for name in ("overrides", "measurements")}
+        rows = {name: data.pop(name) for name, value in [*data.items()] if isinstance(value, list)}
         head = json.dumps(data, indent=1)[:-2]
         for name, items in rows.items():
             body = ",\n".join(f"  {json.dumps(item)}" for item in items)
@@ -176,6 +248,13 @@ def load_profile(path: str | Path) -> Profile:
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:
+        wrong = {found["loc"]: found for found in error.errors()}
+        if (old := wrong.get(("version",))) is not None:
+            raise ProfileError(
+                f"profile {path} is of version {old['input']!r}, this plugin reads version "
+                f"{VERSION}: measure again with bench/calibrate.py --out {path}, or unset "
+                "EXL3_PROFILE to use the built-in tables"
+            ) from error
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ProfileError(
@@ -246,12 +325,14 @@ def apply(profile: Profile) -> None:
     """Hands the overrides to the kernels of this process; they replace earlier ones."""
     ops.load()
     torch.ops.exl3.set_plan_table(profile.table())
+    torch.ops.exl3.set_moe_table(profile.expert_table())
 
 
 def clear() -> None:
     """Goes back to the built-in tables."""
     ops.load()
     torch.ops.exl3.set_plan_table([])
+    torch.ops.exl3.set_moe_table([])
 
 
 def use_profile(index: int = 0, path: str | Path | None = None) -> Profile | None:
@@ -277,14 +358,32 @@ def use_profile(index: int = 0, path: str | Path | None = None) -> Profile | Non
     return profile
 
 
+def merged(choices: Sequence[tuple[int, Any, bool]]) -> list[tuple[int, Any]]:
+    """(number, plan) of table rows, from the choice at each measured number of rows or tokens.
+
+    A choice at one number is taken for all numbers down to the one measured before it. Numbers
+    above the last override are left to the built-in choice; those below it are written down even
+    where the built-in choice won, since the first row that fits wins.
+
+    Args:
+        choices: (number, plan, whether it is the built-in plan), numbers ascending.
+    """
+    kept = list(choices)
+    while kept and kept[-1][2]:
+        kept.pop()
+    rows: list[tuple[int, Any]] = []
+    for number, plan, _ in kept:
+        if rows and rows[-1][1] == plan:
+            rows[-1] = (number, plan)
+        else:
+            rows.append((number, plan))
+    return rows
+
+
 def rows_from(
     choices: Sequence[tuple[int, ops.Plan, bool]], k: int, n: int, half_bits: int, family: int
 ) -> list[Override]:
-    """Table rows of one layer from the choice at each measured number of rows.
-
-    A choice at one number is taken for all numbers down to the one measured before it. Numbers
-    above the last override are left to the built-in table; those below it are written down even
-    where the built-in choice won, since the first row that fits wins.
+    """Table rows of one layer, see `merged`.
 
     Args:
         choices: (m, plan, whether it is the built-in plan), m ascending.
@@ -293,16 +392,22 @@ def rows_from(
         half_bits: twice the bits per weight.
         family: of the codebook.
     """
-    kept = list(choices)
-    while kept and kept[-1][2]:
-        kept.pop()
-    merged: list[tuple[int, ops.Plan]] = []
-    for m, plan, _ in kept:
-        if merged and merged[-1][1] == plan:
-            merged[-1] = (m, plan)
-        else:
-            merged.append((m, plan))
     return [
         Override(k=k, n=n, half_bits=half_bits, family=family, m_upto=m, **plan._asdict())
-        for m, plan in merged
+        for m, plan in merged(choices)
+    ]
+
+
+def expert_rows_from(
+    choices: Sequence[tuple[int, ExpertPlan, bool]], **layer: int
+) -> list[ExpertOverride]:
+    """Table rows of one layer of experts, see `merged`.
+
+    Args:
+        choices: (tokens, plan, whether it is the built-in plan), tokens ascending.
+        layer: k, inner, experts, global_experts, slots, half_bits, family.
+    """
+    return [
+        ExpertOverride(**layer, tokens_upto=tokens, **plan._asdict())
+        for tokens, plan in merged(choices)
     ]

@@ -1,6 +1,7 @@
 #include "moe/choice.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "linear/gemm_limits.h"
 #include "moe/limits.h"
@@ -35,6 +36,17 @@ int rows_of_tile(double average) {
   return 128;
 }
 
+// Tokens that go through tiles at once: in equal parts, as many as the bytes of their rows allow. A
+// row costs two images of k, one of inner, and n sums; padding doubles it at the worst.
+int64_t tile_chunk(const MoeShape& shape) {
+  const int64_t token_bytes =
+      int64_t{shape.top_k} * (4 * 2 * shape.k + 2 * 2 * shape.inner + 4 * shape.n);
+  const int64_t most =
+      std::clamp<int64_t>(kChunkBytes / token_bytes / 256 * 256, 256, kChunkTokens);
+  const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
+  return std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks);
+}
+
 // Parts of a workspace, one after the other, each at a multiple of 256 bytes.
 struct Parts {
   int64_t end = 0;
@@ -66,7 +78,43 @@ MoeChoice dense_choice(const MoeShape& shape) {
   return {0, 0, 0, std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks), false};
 }
 
+bool matches(const MoeOverride& entry, const MoeShape& shape) {
+  const auto is = [](int64_t wanted, int64_t found) { return wanted == 0 || wanted == found; };
+  return is(entry.k, shape.k) && is(entry.inner, shape.inner) && is(entry.experts, shape.experts) &&
+         is(entry.global_experts, shape.global_experts) && is(entry.top_k, shape.top_k) &&
+         is(entry.half_bits, shape.half_bits) &&
+         (entry.family < 0 || entry.family == shape.family) && shape.tokens <= entry.tokens_upto;
+}
+
+// What an override asks for, made complete; nothing where it cannot serve this call.
+std::optional<MoeChoice> complete(const DeviceFacts& device, const MoeShape& shape, bool exact,
+                                  const MoeOverride& entry) {
+  if (!is_moe_plan(entry.rows, entry.form)) return std::nullopt;
+  if (is_moe_dense(entry.rows)) {
+    if (!moe_dense_runs(device, shape)) return std::nullopt;
+    return dense_choice(shape);
+  }
+  const int form = exact ? 0 : entry.form;
+  if (is_moe_stream(entry.rows)) {
+    const int blocks = entry.blocks > 0 ? entry.blocks : device.multiprocessors;
+    const bool few = shape.tokens * shape.top_k <= kMoeStreamPairs;
+    if (!few || !moe_stream_runs(device, shape, entry.rows, blocks)) return std::nullopt;
+    return MoeChoice{entry.rows, form, blocks, std::max<int64_t>(1, shape.tokens), false};
+  }
+  // More blocks than gate and up have work items would only cost workspace.
+  const int64_t chunk = tile_chunk(shape);
+  const int64_t items = most_tiles(shape, std::min(shape.tokens, chunk), entry.rows) *
+                        (shape.inner / 128) * (shape.k / kUnitInputs);
+  const int64_t asked = entry.blocks > 0 ? entry.blocks : moe_tile_blocks(device, entry.rows);
+  const auto blocks = static_cast<int>(std::clamp<int64_t>(asked, 1, std::max<int64_t>(1, items)));
+  return MoeChoice{entry.rows, form, blocks, chunk, false};
+}
+
 }  // namespace
+
+int moe_tile_blocks(const DeviceFacts& device, int rows) {
+  return device.multiprocessors * gemm_blocks_of_sm(rows, device.shared_bytes);
+}
 
 bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape) {
   // torch's grouped product is one kernel, without a look at the rows from the host, there alone.
@@ -103,14 +151,15 @@ int64_t most_tiles(const MoeShape& shape, int64_t tokens, int rows) {
   return std::min(pairs, pairs / rows + std::min(shape.experts, pairs));
 }
 
-MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options) {
-  // A row costs two images of k, one of inner, and n sums; padding doubles it at the worst.
-  const int64_t token_bytes =
-      int64_t{shape.top_k} * (4 * 2 * shape.k + 2 * 2 * shape.inner + 4 * shape.n);
-  const int64_t most =
-      std::clamp<int64_t>(kChunkBytes / token_bytes / 256 * 256, 256, kChunkTokens);
-  const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
-  const int64_t chunk = std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks);
+MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options,
+                     std::span<const MoeOverride> overrides) {
+  if (!options.batch_invariant) {
+    for (const MoeOverride& entry : overrides) {
+      if (!matches(entry, shape)) continue;
+      if (const auto choice = complete(device, shape, options.exact, entry)) return *choice;
+    }
+  }
+  const int64_t chunk = tile_chunk(shape);
   const int64_t tokens = std::min(shape.tokens, chunk);
   const double average = static_cast<double>(tokens * shape.top_k) /
                          static_cast<double>(std::max<int64_t>(1, shape.global_experts));
@@ -139,7 +188,7 @@ MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const Pla
     choice.rows = rows_of_tile(average);
   }
   choice.form = fast && choice.rows == kFastRows ? 1 : 0;
-  choice.blocks = device.multiprocessors * gemm_blocks_of_sm(choice.rows, device.shared_bytes);
+  choice.blocks = moe_tile_blocks(device, choice.rows);
   return choice;
 }
 

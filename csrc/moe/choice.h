@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
+#include "linear/gemm_limits.h"
 #include "linear/plan.h"
 
 namespace exl3 {
@@ -17,6 +19,9 @@ struct MoeShape {
   bool two_products = true;
   // What rebuilt weights need besides: bfloat16 tokens that no weight is multiplied into.
   bool plain_rows = true;
+  // Of the first kind of gates, which stands for the layer where a measured choice is looked up.
+  int half_bits = 8;
+  int family = 0;  // 0: 3inst and mcg, 1: mul1
 };
 
 struct MoeChoice {
@@ -28,6 +33,26 @@ struct MoeChoice {
   bool whole_strips;  // k is cut nowhere
 };
 
+// A measured choice that comes before the rule. What it is for: zeros match everything, in family
+// -1 does; the first row that matches and fits wins.
+struct MoeOverride {
+  int64_t k, inner, experts, global_experts;
+  int top_k, half_bits, family;
+  int64_t tokens_upto;
+  int rows, form, blocks;  // as in MoeChoice; blocks 0: the rule's
+};
+
+// Whether there are tiles of so many rows in such a form.
+constexpr bool is_moe_plan(int64_t rows, int64_t form) {
+  for (const int legal : {0, 1, 2, 4, 8, 16, 32, 64, 128}) {
+    if (rows == legal) return form == 0 || (form == 1 && rows > 0 && rows <= kFastRows);
+  }
+  return false;
+}
+inline constexpr const char* kMoePlans =
+    "rows 1, 2, 4, 8, 16, 32, 64, 128 or 0, form 1 from 1 to 8 alone";
+inline constexpr int64_t kMoeMostBlocks = (1 << 16) - 1;
+
 constexpr bool is_moe_dense(int rows) { return rows == 0; }
 constexpr bool is_moe_stream(int rows) { return rows > 0 && rows < 8; }
 
@@ -37,7 +62,11 @@ bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows,
 // The same for rebuilt weights and torch's grouped products.
 bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape);
 
-MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options);
+MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options,
+                     std::span<const MoeOverride> overrides = {});
+
+// Thread blocks of a product through tiles of 8 rows and more, where nothing else is asked for.
+int moe_tile_blocks(const DeviceFacts& device, int rows);
 
 // Tiles that `tokens` tokens can fall into, however they are routed.
 int64_t most_tiles(const MoeShape& shape, int64_t tokens, int rows);

@@ -6,6 +6,7 @@
 
 #include "linear/plan.h"
 #include "moe/choice.h"
+#include "ops/moe_table.h"
 
 namespace {
 
@@ -33,17 +34,28 @@ int64_t workspace_bytes(int64_t m, int64_t k, int64_t n, int64_t shards,
 }
 
 std::vector<int64_t> moe_plan(std::vector<int64_t> device, std::vector<int64_t> shape,
-                              int64_t options) {
+                              int64_t options, std::vector<int64_t> table) {
   STD_TORCH_CHECK(device.size() == 3, "exl3::moe_plan: device holds ", device.size(),
                   " numbers, expected architecture, multiprocessors, shared bytes of a block");
-  STD_TORCH_CHECK(shape.size() == 7, "exl3::moe_plan: shape holds ", shape.size(),
-                  " numbers, expected tokens, slots, experts, experts of all ranks, k, inner, n");
+  STD_TORCH_CHECK(shape.size() == 11, "exl3::moe_plan: shape holds ", shape.size(),
+                  " numbers, expected tokens, slots, experts, experts of all ranks, k, inner, n, "
+                  "half bits, family, two products, plain rows");
   const exl3::DeviceFacts facts{static_cast<int>(device[0]), static_cast<int>(device[1]),
                                 device[2]};
-  const exl3::MoeShape moe{
-      shape[0], static_cast<int>(shape[1]), shape[2], shape[3], shape[4], shape[5], shape[6]};
+  const exl3::MoeShape moe{shape[0],
+                           static_cast<int>(shape[1]),
+                           shape[2],
+                           shape[3],
+                           shape[4],
+                           shape[5],
+                           shape[6],
+                           shape[9] != 0,
+                           shape[10] != 0,
+                           static_cast<int>(shape[7]),
+                           static_cast<int>(shape[8])};
+  const auto overrides = exl3::ops::read_moe_table("exl3::moe_plan", table);
   const exl3::MoeChoice made =
-      exl3::choose_moe(facts, moe, {(options & 1) != 0, (options & 2) != 0});
+      exl3::choose_moe(facts, moe, {(options & 1) != 0, (options & 2) != 0}, overrides);
   const int64_t tokens = moe.tokens < made.chunk ? moe.tokens : made.chunk;
   const int64_t bytes = exl3::is_moe_dense(made.rows) ? exl3::moe_dense_sizes(moe, tokens).bytes
                         : exl3::is_moe_stream(made.rows)
@@ -57,7 +69,7 @@ std::vector<int64_t> moe_plan(std::vector<int64_t> device, std::vector<int64_t> 
 STABLE_TORCH_LIBRARY_FRAGMENT(exl3, m) {
   m.def("plan(int[] device, int[] problem, int options) -> int[]");
   m.def("workspace_bytes(int m, int k, int n, int shards, int[] plan) -> int");
-  m.def("moe_plan(int[] device, int[] shape, int options) -> int[]");
+  m.def("moe_plan(int[] device, int[] shape, int options, int[] table=[]) -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exl3, CompositeExplicitAutograd, m) {

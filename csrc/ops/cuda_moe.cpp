@@ -15,6 +15,7 @@
 #include "moe/moe_stream_limits.h"
 #include "ops/cuda_problem.h"
 #include "ops/moe_problem.h"
+#include "ops/moe_table.h"
 #include "ops/stream.h"
 
 namespace exl3::ops {
@@ -216,12 +217,10 @@ void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceF
                   " numbers, expected rows, form, blocks, tokens");
   const int64_t rows = numbers[0], form = numbers[1], blocks = numbers[2], chunk = numbers[3];
   const bool stream = rows == 1 || rows == 2 || rows == 4;
-  const bool legal_rows =
-      rows == 0 || stream || rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
-  STD_TORCH_CHECK(legal_rows && (form == 0 || (form == 1 && rows > 0 && rows <= kFastRows)) &&
-                      blocks >= 0 && blocks < (1 << 16) && chunk >= 0 && chunk < (1 << 16),
+  STD_TORCH_CHECK(is_moe_plan(rows, form) && blocks >= 0 && blocks <= kMoeMostBlocks &&
+                      chunk >= 0 && chunk < (1 << 16),
                   "exl3::moe_with: plan (", rows, ", ", form, ", ", blocks, ", ", chunk,
-                  ") is none: rows 1, 2, 4, 8, 16, 32, 64, 128 or 0, form 1 from 1 to 8 alone");
+                  ") is none: ", kMoePlans);
   choice.rows = static_cast<int>(rows);
   choice.form = static_cast<int>(form);
   if (rows == 0) {
@@ -247,9 +246,7 @@ void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceF
     choice.chunk = chunk > 0 ? std::min(chunk, most) : most;
     return;
   }
-  choice.blocks = blocks > 0
-                      ? static_cast<int>(blocks)
-                      : facts.multiprocessors * gemm_blocks_of_sm(choice.rows, facts.shared_bytes);
+  choice.blocks = blocks > 0 ? static_cast<int>(blocks) : moe_tile_blocks(facts, choice.rows);
   if (chunk > 0) choice.chunk = chunk;
 }
 
@@ -281,9 +278,20 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   const auto halves = [](const Tensor& t) {
     return static_cast<const uint16_t*>(t.const_data_ptr());
   };
-  const MoeShape shape{a.m, a.top_k, a.experts, a.global_experts,
-                       a.k, a.inner, a.n,       has_two_products(a)};
-  MoeChoice choice = choose_moe(facts, shape, {options().exact, options().batch_invariant});
+  const MoeKind& first = first_gate(a);
+  const MoeShape shape{a.m,
+                       a.top_k,
+                       a.experts,
+                       a.global_experts,
+                       a.k,
+                       a.inner,
+                       a.n,
+                       has_two_products(a),
+                       dtype == Dtype::kBfloat16 && !weight_on_input,
+                       first.tile_words / 8,
+                       static_cast<int>(family_of(first))};
+  MoeChoice choice = choose_moe(facts, shape, {options().exact, options().batch_invariant},
+                                options().moe_overrides);
   if (forced != nullptr) force(choice, *forced, facts, shape);
   // GELU by erf is long code that the epilogue of tall tiles shall not carry along.
   const bool stream = is_moe_stream(choice.rows), dense = is_moe_dense(choice.rows);
@@ -355,6 +363,10 @@ Tensor moe_with(const Tensor x, const Tensor topk_weights, const Tensor topk_ids
              &plan);
 }
 
+void set_moe_table(std::vector<int64_t> table) {
+  options().moe_overrides = read_moe_table("exl3::set_moe_table", table);
+}
+
 }  // namespace
 }  // namespace exl3::ops
 
@@ -364,9 +376,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(exl3, m) {
       "Tensor w13_trellis, Tensor w13_suh, Tensor w13_svh, Tensor w2_trellis, Tensor w2_suh, "
       "Tensor w2_svh, Tensor table, int[] kinds, int[] sizes, int activation, float alpha, "
       "float beta, float limit, bool weight_on_input, int[] plan) -> Tensor");
+  m.def("set_moe_table(int[] table) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exl3, CUDA, m) {
   m.impl("moe", TORCH_BOX(&exl3::ops::moe));
   m.impl("moe_with", TORCH_BOX(&exl3::ops::moe_with));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(exl3, CompositeExplicitAutograd, m) {
+  m.impl("set_moe_table", TORCH_BOX(&exl3::ops::set_moe_table));
 }

@@ -46,6 +46,14 @@ inline bool has_two_products(const MoeArguments& a) {
   return a.paired && kinds[kGate] == 1 && kinds[kDown] == 1;
 }
 
+// The kind that stands for the layer where a measured choice is looked up.
+inline const MoeKind& first_gate(const MoeArguments& a) {
+  for (const MoeKind& kind : a.kinds) {
+    if (kind.used[kGate]) return kind;
+  }
+  return a.kinds.front();
+}
+
 inline Family family_of(const MoeKind& kind) {
   return kind.codebook == CodebookMul1::kIndex ? Family::kByteSum : Family::kHalves;
 }

@@ -11,6 +11,7 @@
 
 #include "linear/gemm.h"
 #include "linear/plan.h"
+#include "moe/choice.h"
 
 namespace exl3::ops {
 
@@ -51,6 +52,7 @@ const DeviceFacts& device_facts(int device);
 struct Options {
   bool exact = false, batch_invariant = false, dependent_launch = true;
   std::vector<PlanOverride> overrides;
+  std::vector<MoeOverride> moe_overrides;
 };
 Options& options();
 

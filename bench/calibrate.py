@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
 """Measures which plan is fastest on this GPU and writes the profile that the plugin reads.
 
-    bench/calibrate.py --out profile.json --shapes 5120x12288,17408x5120
+    bench/calibrate.py --out profile.json --shapes 5120x12288,17408x5120 --experts 128x8:2048x768
     EXL3_PROFILE=profile.json vllm serve ...
 
 For every layer (shape, rate, codebook family) and a ladder of row counts: tiles of 8 to 128 rows,
 the dense kernel, the fast forms of few rows, then the number of thread blocks of the winner. All
 of it cold (`timing.py`), and every plan proven before it is timed. The built-in plan stays unless
 another is more than 2 % faster, and a fast form has to gain 5 % over an exact one, since it leaves
-out a rounding.
+out a rounding. Layers of routed experts likewise, see `calibrate_experts.py`.
 
 Interrupted runs continue: what is measured lies in `<out>.partial` until the profile is written.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,24 +31,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import arms, generate, linear, ruler, timing
+from bench import arms, calibrate_experts, choosing, generate, linear, ruler, timing
 from exl3_plugin import devices, ops, tuning
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 FAMILIES = {"mcg": tuning.HALVES_FAMILY, "mul1": tuning.MUL1_FAMILY}
 """The codebook that is measured for each family."""
-HYSTERESIS = 1.02
-FAST_PENALTY = 1.05
+KEY = ("k", "n", "half_bits", "family")
 DENSE_FROM_ROWS = 48
 BLOCKS_PER_SM = (1, 2, 3)
 SMALL_TILE_ROWS = 16
 """Up to this tile two thread blocks fit an SM, which is where the search for blocks begins."""
 UNIT_INPUTS = 16
 """Inputs of one unit of work, whose other side is a strip of 128 columns."""
-SCREEN_REPLAYS = 3
-FINAL_REPLAYS = 11
-FINALISTS_WITHIN = 1.06
-"""Plans within this factor of the fastest of the screening are measured again, longer."""
 
 
 @dataclass(frozen=True)
@@ -107,56 +102,6 @@ def with_blocks(plan: ops.Plan, sms: int, most_blocks: int) -> list[ops.Plan]:
     return [plan._replace(blocks=blocks) for blocks in counts if blocks != plan.blocks]
 
 
-def cost(plan: ops.Plan, us: float) -> float:
-    """Time of a plan with the price of a fast form added."""
-    return us * (FAST_PENALTY if plan.form == ops.FAST else 1)
-
-
-def choose(times: dict[ops.Plan, float], default: ops.Plan) -> ops.Plan:
-    """The plan to use, from microseconds; ties go to the earlier one, doubt to the built-in one."""
-    best = min(times, key=lambda plan: cost(plan, times[plan]))
-    if default in times and cost(default, times[default]) <= HYSTERESIS * cost(best, times[best]):
-        return default
-    return best
-
-
-def finalists(times: dict[ops.Plan, float], default: ops.Plan) -> list[ops.Plan]:
-    """Plans to measure again: the built-in one and those close to the fastest."""
-    least = min(cost(plan, us) for plan, us in times.items())
-    return [
-        plan
-        for plan, us in times.items()
-        if plan == default or cost(plan, us) <= FINALISTS_WITHIN * least
-    ]
-
-
-class Partial:
-    """Results on the way: a file of JSON lines whose first line says what they belong to."""
-
-    def __init__(self, path: Path, identity: dict[str, Any]):
-        """Opens the file; results of another identity are dropped."""
-        self.path = path
-        self.done: dict[tuple[int, ...], dict[str, Any]] = {}
-        lines = path.read_text().splitlines() if path.is_file() else []
-        try:
-            entries = [json.loads(line) for line in lines]
-        except json.JSONDecodeError:
-            # The last line of an interrupted run may be half written.
-            entries = [json.loads(line) for line in lines[:-1]]
-        self.resumed = bool(entries) and entries[0] == identity
-        if self.resumed:
-            self.done = {tuple(entry["layer"]): entry for entry in entries[1:]}
-        with path.open("w") as out:
-            for entry in [identity, *self.done.values()]:
-                print(json.dumps(entry), file=out)
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Keeps the result of one layer."""
-        self.done[tuple(entry["layer"])] = entry
-        with self.path.open("a") as out:
-            print(json.dumps(entry), file=out)
-
-
 class Calibration:
     """Measures layers on one device."""
 
@@ -183,43 +128,19 @@ class Calibration:
         default = ops.plan(
             self.device, m, layer.k, layer.n, layer.bits, layer.codebook, False, False
         )
-        readings: dict[ops.Plan, dict[str, Any]] = {}
-
-        def screen(plans: Iterable[ops.Plan]) -> None:
-            for plan in plans:
-                reading = self._time(layer, bank, truth, m, plan, SCREEN_REPLAYS)
-                if reading is not None:
-                    readings[plan] = reading
-
-        def times() -> dict[ops.Plan, float]:
-            return {plan: reading["us"] for plan, reading in readings.items()}
-
         sms = self.device.multiprocessors
         units = layer.k // UNIT_INPUTS * (layer.n // generate.BLOCK)
-        screen(candidates(m, default, sms, units))
-        if not readings:
+        measured = choosing.measure(
+            candidates(m, default, sms, units),
+            default,
+            lambda plan: with_blocks(plan, sms, units),
+            lambda plan, replays, prove: self._time(
+                layer, bank, truth if prove else None, m, plan, replays
+            ),
+        )
+        if not measured:
             raise arms.WrongResult(f"{layer}, {m} rows: no plan runs here: {self.refused[-1]}")
-        screen(with_blocks(choose(times(), default), sms, units))
-        final = {}
-        for plan in finalists(times(), default):
-            reading = self._time(layer, bank, None, m, plan, FINAL_REPLAYS)
-            if reading is not None:
-                readings[plan] = reading
-                final[plan] = reading["us"]
-        chosen = choose(final or times(), default)
-        layer_key = dict(zip(("k", "n", "half_bits", "family"), layer.key))
-        return [
-            {
-                **layer_key,
-                "m": m,
-                "plan": list(plan),
-                "us": reading["us"],
-                "spread": reading["spread"],
-                "default": plan == default,
-                "chosen": plan == chosen,
-            }
-            for plan, reading in readings.items()
-        ]
+        return [{**dict(zip(KEY, layer.key)), "m": m, **item} for item in measured]
 
     def _time(
         self,
@@ -255,66 +176,93 @@ class Calibration:
 
 def overrides(measured: Iterable[dict[str, Any]]) -> list[tuning.Override]:
     """Table rows of one layer from its measurements."""
-    chosen = sorted((item for item in measured if item["chosen"]), key=lambda item: item["m"])
-    if not chosen:
+    measured = list(measured)
+    if not measured:
         return []
-    first = chosen[0]
-    choices = [(item["m"], ops.Plan(*item["plan"]), item["default"]) for item in chosen]
-    return tuning.rows_from(choices, first["k"], first["n"], first["half_bits"], first["family"])
+    found = choosing.choices(measured, "m", ops.Plan)
+    return tuning.rows_from(found, *(measured[0][name] for name in KEY))
 
 
-def gain_lines(measured: list[dict[str, Any]], count: int = 10) -> list[str]:
-    """The largest gains over the built-in plans, in words."""
-    points: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
-    for item in measured:
-        key = tuple(item[name] for name in ("k", "n", "half_bits", "family", "m"))
-        for name in ("default", "chosen"):
-            if item[name]:
-                points.setdefault(key, {})[name] = item
-    gains = sorted(
-        (
-            (pair["default"]["us"] / pair["chosen"]["us"], key, pair)
-            for key, pair in points.items()
-            if len(pair) == 2 and not pair["chosen"]["default"]
-        ),
-        key=lambda entry: (-entry[0], entry[1]),
-    )
+def describe(k: int, n: int, half_bits: int, family: int, m: int) -> str:
+    """A point in words."""
     names = {value: name for name, value in FAMILIES.items()}
-    lines = [f"{len(gains)} of {len(points)} points changed"]
-    for gain, (k, n, half_bits, family, m), pair in gains[:count]:
-        lines.append(
-            f"{gain:.2f}x  {k}x{n} {half_bits / 2:g} bit {names[family]}, {m} rows: "
-            f"{pair['default']['plan']} {pair['default']['us']:.1f} us -> "
-            f"{pair['chosen']['plan']} {pair['chosen']['us']:.1f} us"
-        )
-    return lines
+    return f"{k}x{n} {half_bits / 2:g} bit {names[family]}, {m} rows"
+
+
+def layers_to_measure(
+    shapes: str,
+    bits: str,
+    codebooks: str,
+    experts: str,
+    model: Path | None,
+    ranks: int,
+    whole_experts: bool,
+) -> tuple[list[Layer], list[calibrate_experts.ExpertLayer]]:
+    """Linear layers and layers of experts that the options name, each once.
+
+    Raises:
+        ValueError: an option means nothing; a checkpoint cannot be served.
+    """
+    grid = [
+        (rate, codebook)
+        for codebook in linear.parse_names(codebooks, tuple(FAMILIES), "codebook")
+        for rate in linear.parse_bits(bits)
+        if rate == int(rate) or codebook == "mul1"
+    ]
+    sizes = [] if shapes == "none" else linear.parse_shapes(shapes)
+    linears = [Layer(k, n, *kind) for k, n in sizes for kind in grid]
+    mixtures = [
+        calibrate_experts.ExpertLayer(one, *kind)
+        for one in calibrate_experts.parse_experts(experts)
+        for kind in grid
+    ]
+    if model is not None:
+        mixtures += calibrate_experts.layers_of(model, ranks, whole_experts)
+    if not linears and not mixtures:
+        raise ValueError("nothing to measure: no shapes, and no experts")
+    return list(dict.fromkeys(linears)), list(dict.fromkeys(mixtures))
 
 
 def main(
     out: Annotated[Path, typer.Option(help="the profile to write")],
     shapes: Annotated[
-        str, typer.Option(help="KxN of the layers that will be served, with commas between")
+        str, typer.Option(help="KxN of the layers that will be served, with commas between; none")
     ] = linear.DEFAULT_SHAPES,
     bits: Annotated[str, typer.Option(help="rates")] = "2,3,4,5,6,8",
     codebooks: Annotated[str, typer.Option(help="mcg (stands for 3inst too), mul1")] = "mcg,mul1",
     rows: Annotated[str, typer.Option(help="row counts")] = ",".join(map(str, ROWS)),
+    experts: Annotated[
+        str,
+        typer.Option(
+            help="routed experts: experts x experts a token : hidden x width, 128x8:2048x768"
+        ),
+    ] = "",
+    model: Annotated[
+        Path | None, typer.Option(help="a checkpoint, whose experts are measured at its rates")
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share it")] = 1,
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="they share whole experts")
+    ] = False,
+    tokens: Annotated[str, typer.Option(help="token counts for experts")] = ",".join(
+        map(str, calibrate_experts.TOKENS)
+    ),
 ) -> None:
-    """Calibrates the first GPU; about two seconds for each shape, rate and codebook family."""
+    """Calibrates the first GPU; some seconds for each shape, rate and codebook family."""
     console = Console(stderr=True)
     try:
-        layers = [
-            Layer(k, n, rate, codebook)
-            for k, n in linear.parse_shapes(shapes)
-            for codebook in linear.parse_names(codebooks, tuple(FAMILIES), "codebook")
-            for rate in linear.parse_bits(bits)
-            if rate == int(rate) or codebook == "mul1"
-        ]
-        ladder = sorted(set(linear.parse_numbers(rows)))
+        layers, mixtures = layers_to_measure(
+            shapes, bits, codebooks, experts, model, tensor_parallel_size, enable_expert_parallel
+        )
+        ladder, expert_ladder = (sorted(set(linear.parse_numbers(text))) for text in (rows, tokens))
         nvml = devices.monitor()
         key = tuning.current_key()
-        identity = {"key": key.model_dump(), "rows": ladder, "version": tuning.VERSION}
+        identity = {
+            "key": key.model_dump(), "rows": ladder, "tokens": expert_ladder,
+            "version": tuning.VERSION,
+        }  # fmt: skip
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Partial(out.with_name(out.name + ".partial"), identity)
+        partial = choosing.Partial(out.with_name(out.name + ".partial"), identity)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"calibrate.py: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
@@ -327,51 +275,77 @@ def main(
     scale = ruler.measure(nvml=nvml)
     for line in ruler.describe(facts, scale):
         console.print(line, highlight=False, soft_wrap=True)
-    todo = [layer for layer in layers if tuple(layer.key) not in partial.done]
-    if partial.resumed:
-        console.print(f"continuing {partial.path}: {len(layers) - len(todo)} layers are measured")
-    shapes_left = [(layer.k, layer.n) for layer in todo]
-    elements = linear.activation_elements(shapes_left, ladder, facts.l2_bytes)
+    elements = linear.activation_elements(
+        [(layer.k, layer.n) for layer in layers if tuple(layer.key) not in partial.done],
+        ladder,
+        facts.l2_bytes,
+    )
     bench = arms.Workbench(scale, facts.l2_bytes, arms.Activations(elements))
-    calibration = Calibration(bench, ops.cuda_device())
+    linears = Calibration(bench, ops.cuda_device())
+    routed = calibrate_experts.Calibration(scale.read_gb_s, ops.cuda_device())
+    jobs = [(linears, layer, ladder) for layer in layers]
+    jobs += [(routed, layer, expert_ladder) for layer in mixtures]
+    todo = [job for job in jobs if tuple(job[1].key) not in partial.done]
+    if partial.resumed:
+        console.print(f"continuing {partial.path}: {len(jobs) - len(todo)} layers are measured")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-            task = progress.add_task("", total=len(todo) * len(ladder))
-            for layer in todo:
+            task = progress.add_task("", total=sum(len(numbers) for _, _, numbers in todo))
+            for calibration, layer, numbers in todo:
                 progress.update(task, description=str(layer))
-                measured = calibration.layer(layer, ladder, lambda: progress.advance(task))
+                measured = calibration.layer(layer, numbers, lambda: progress.advance(task))
                 partial.add({"layer": layer.key, "measured": measured})
-    except arms.WrongResult as error:
-        console.print(f"no profile written, a kernel is wrong: {error}", markup=False)
+                torch.cuda.empty_cache()
+    except (arms.WrongResult, torch.OutOfMemoryError) as error:
+        console.print(f"no profile written, {_reason(error)}", markup=False)
         raise typer.Exit(1) from error
-    if bench.failures:
-        for failure in bench.failures:
+    if failures := bench.failures + routed.failures:
+        for failure in failures:
             console.print(f"no profile written: {failure}", markup=False)
         partial.path.unlink()
         raise typer.Exit(1)
 
     results = [partial.done[tuple(layer.key)]["measured"] for layer in layers]
+    routed_results = [partial.done[tuple(layer.key)]["measured"] for layer in mixtures]
     profile = tuning.Profile(
         key=key,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         read_gb_s=round(scale.read_gb_s, 1),
         seconds=round(time.perf_counter() - begin, 1),
         overrides=[row for measured in results for row in overrides(measured)],
-        measurements=[tuning.Measurement(**item) for measured in results for item in measured],
+        experts=[
+            row for measured in routed_results for row in calibrate_experts.overrides(measured)
+        ],
+        measurements=[item for measured in results for item in measured],
+        expert_measurements=[item for measured in routed_results for item in measured],
     )
     profile.write(out)
     tuning.apply(tuning.load_profile(out))
     partial.path.unlink()
-    for line in calibration.refused[:3]:
+    for line in [*linears.refused[:3], *routed.refused[:3]]:
         console.print(f"cannot run here: {line}", markup=False, highlight=False, soft_wrap=True)
-    for line in gain_lines([item for measured in results for item in measured]):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for name, measured, fields, words in (
+        ("linear layers", results, (*KEY, "m"), describe),
+        ("experts", routed_results, (*calibrate_experts.KEY, "tokens"), calibrate_experts.describe),
+    ):
+        for line in (
+            choosing.gain_lines(chain.from_iterable(measured), fields, words) if measured else []
+        ):
+            console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"{out}: {len(profile.overrides)} overrides for {len(layers)} layers in "
-        f"{profile.seconds:.0f} s. Use it with EXL3_PROFILE={out}",
+        f"{out}: {len(profile.overrides)} overrides for {len(layers)} linear layers, "
+        f"{len(profile.experts)} for {len(mixtures)} of experts in {profile.seconds:.0f} s. "
+        f"Use it with EXL3_PROFILE={out}",
         highlight=False,
     )
+
+
+def _reason(error: Exception) -> str:
+    """Why there is no profile, in one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"a layer does not fit this GPU's memory: {str(error).splitlines()[0]}"
+    return f"a kernel is wrong: {error}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from exl3_plugin.headers import CheckpointError, some
@@ -27,6 +28,50 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
     return found[0] if found else None
 
 
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The routed experts of one layer: the gate of the first, and what all have in common.
+
+    `width` are columns between the products as the model counts them, `slots` experts of a token.
+    """
+
+    gate: Module
+    count: int
+    width: int
+    slots: int
+
+
+def expert_layers(checkpoint: Checkpoint) -> list[ExpertLayer]:
+    """The layers of routed EXL3 experts of a checkpoint that `check_experts` lets pass.
+
+    Raises:
+        CheckpointError: config.json does not say how many experts serve a token.
+    """
+    slots = text_config(checkpoint.config).get("num_experts_per_tok")
+    found = []
+    for base, experts in _found(checkpoint).items():
+        gate = next(experts[0][leaf] for leaf in ("gate_proj", "w1") if leaf in experts[0])
+        if gate.kind != "exl3":
+            continue
+        if not isinstance(slots, int):
+            raise CheckpointError(
+                f"{checkpoint.path}: {base} holds experts, but config.json has no "
+                "num_experts_per_tok"
+            )
+        found.append(ExpertLayer(gate, len(experts), gate.n_true or gate.n, slots))
+    return found
+
+
+def _found(checkpoint: Checkpoint) -> dict[str, dict[int, dict[str, Module]]]:
+    """Modules of routed experts by layer, number and leaf."""
+    layers: dict[str, dict[int, dict[str, Module]]] = defaultdict(lambda: defaultdict(dict))
+    for name, module in checkpoint.modules.items():
+        match = _EXPERT.match(name)
+        if match and not OTHER_MODELS.search(name):
+            layers[match["base"]][int(match["number"])][match["leaf"]] = module
+    return layers
+
+
 def check_experts(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint in which a routed expert is absent, plain among EXL3, or of other parts.
 
@@ -35,13 +80,8 @@ def check_experts(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: names the first such module.
     """
-    layers: dict[str, dict[int, dict[str, Module]]] = defaultdict(lambda: defaultdict(dict))
-    for name, module in checkpoint.modules.items():
-        match = _EXPERT.match(name)
-        if match and not OTHER_MODELS.search(name):
-            layers[match["base"]][int(match["number"])][match["leaf"]] = module
     count = experts_of(checkpoint.config)
-    for base, found in layers.items():
+    for base, found in _found(checkpoint).items():
         modules = [module for expert in found.values() for module in expert.values()]
         if any(module.kind == "exl3" for module in modules):
             _check_layer(checkpoint, base, found, count or max(found) + 1)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from bench import calibrate
-from bench.calibrate import Layer, Partial, candidates, choose, finalists, with_blocks
+from bench.calibrate import KEY, Layer, candidates, describe, with_blocks
+from bench.choosing import Partial, choose, finalists, gain_lines, measure
 from exl3_plugin import ops
 
 SMS, UNITS = 132, 15360
@@ -74,7 +75,7 @@ def test_overrides_take_the_choices_in_order_of_rows():
     rows = calibrate.overrides(measured)
     assert [(row.m_upto, row.plan) for row in rows] == [(8, GEMM8), (64, DENSE)]
     assert calibrate.overrides([]) == []
-    lines = calibrate.gain_lines(measured)
+    lines = gain_lines(measured, (*KEY, "m"), describe)
     assert lines[0] == "1 of 3 points changed"
     assert lines[1].startswith("1.80x  5120x12288 4 bit mcg, 64 rows")
 

@@ -20,9 +20,10 @@ def library():
     ops.load()
 
 
-def choose(device, tokens, shape, options=0):
+def choose(device, tokens, shape, options=0, two_products=1, plain_rows=1):
     """rows, form, blocks, tokens at once, bytes."""
-    return torch.ops.exl3.moe_plan(device, [tokens, *shape], options)
+    numbers = [tokens, *shape, 8, 0, two_products, plain_rows]
+    return torch.ops.exl3.moe_plan(device, numbers, options)
 
 
 def test_tiles_grow_with_the_rows_of_an_expert():
@@ -41,6 +42,14 @@ def test_many_tokens_go_through_rebuilt_weights():
     assert [choose(H200, m, GLM)[0] for m in (2048, 8192)] == [64, 0]
     assert choose(H200, 8192, QWEN3, BATCH_INVARIANT)[0] == 64
     assert choose(PRO6000, 8192, QWEN3)[0] == choose(A100, 8192, QWEN3)[0] == 128
+
+
+def test_tokens_that_rebuilt_weights_cannot_take_go_through_tiles():
+    """float16, or a router weight on the input; several kinds of weights in a layer."""
+    assert choose(H200, 8192, QWEN3, plain_rows=0)[0] == 128
+    assert choose(H200, 8192, QWEN3, two_products=0)[0] == 128
+    assert choose(H200, 1, QWEN3, plain_rows=0)[0] == 1
+    assert choose(H200, 1, QWEN3, two_products=0)[0] == 8
 
 
 def test_few_tokens_have_a_route_of_their_own():

@@ -150,7 +150,8 @@ def test_files_that_are_no_profile(tmp_path):
         tuning.load_profile(path)
     data = profile().model_dump(mode="json")
     for change, place in (
-        ({"version": 2}, "version"),
+        ({"version": 1}, "is of version 1, this plugin reads version 2: measure again"),
+        ({"version": 3}, "is of version 3, this plugin reads version 2: measure again"),
         ({"key": {**data["key"], "sms": "many"}}, r"key\.sms"),
         ({"overrides": [{"m_upto": 8, "kernel": 0, "rows": 3}]}, r"overrides\.0"),
         ({"more": 1}, "more"),

@@ -97,8 +97,8 @@ def parse_experts(text: str) -> list[ExpertSizes]:
         match = _SHAPE.fullmatch(item)
         if match is None:
             raise ValueError(f"experts {item!r}: expected ExT:HxI, such as 128x8:2048x768")
-        here, count, slots, hidden, inner = (int(part or 0) for part in match.groups())
-        here = here or count
+        count, slots, hidden, inner = map(int, match.groups()[1:])
+        here = count if match[1] is None else int(match[1])
         if not 0 < here <= count or not 0 < slots <= min(count, 16) or not hidden or not inner:
             raise ValueError(f"experts {item!r}: at most all are here, at most 16 serve a token")
         if hidden % BLOCK or inner % BLOCK:
@@ -172,7 +172,7 @@ def candidates(
     """Plans worth measuring, the built-in one first.
 
     Tiles far lower than the rows of an expert decode its weights many times over, tiles far taller
-    multiply padding.
+    multiply padding. The two tallest are measured up to the end, beside rebuilt weights.
     """
     sms, sizes = device.multiprocessors, layer.sizes
     average = tokens * sizes.slots / sizes.global_experts
@@ -181,7 +181,7 @@ def candidates(
         if rows <= max(1, tokens):
             plans += [ExpertPlan(rows, form, sms) for form in (ops.EXACT, ops.FAST)]
     for rows in tuning.TILE_ROWS:
-        too_low = 4 * rows < average and rows != tuning.TILE_ROWS[-1]
+        too_low = 4 * rows < average and rows < 64
         if too_low or rows > max(16, 6 * average):
             continue
         forms = (ops.EXACT, ops.FAST) if rows in tuning.FAST_TILE_ROWS else (ops.EXACT,)

@@ -6,7 +6,7 @@ import pytest
 
 from bench import calibrate
 from bench.calibrate import KEY, Layer, candidates, describe, with_blocks
-from bench.choosing import Partial, choose, finalists, gain_lines, measure
+from bench.choosing import Partial, choose, finalists, gain_lines
 from exl3_plugin import ops
 
 SMS, UNITS = 132, 15360

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from exl3_plugin import devices, env, ops, tuning
+from exl3_plugin.experts import ExpertPlan
 
 FACTS = devices.DeviceFacts(
     name="NVIDIA H200",
@@ -205,3 +206,76 @@ def test_rows_of_a_layer(text, wanted):
         found = made.find(m, 256, 384, 8, 1)
         assert found == (plan if m <= last else None), "each measured point gets its choice"
     assert made.find(1, 256, 384, 8, 0) is None
+
+
+EXPERTS = {"k": 2048, "inner": 768, "experts": 32, "global_experts": 128, "slots": 8,
+           "half_bits": 8, "family": 0}  # fmt: skip
+
+
+def test_rows_for_experts_are_kept_and_handed_to_the_operator(tmp_path):
+    rows = [
+        tuning.ExpertOverride(**EXPERTS, tokens_upto=8, rows=4, form=1, blocks=132),
+        tuning.ExpertOverride(tokens_upto=4096, rows=0),
+    ]
+    reading = tuning.ExpertMeasurement(
+        **EXPERTS, tokens=8, plan=(4, 1, 132), us=80.8, spread=0.01, default=False, chosen=True
+    )
+    written = profile().model_copy(update={"experts": rows, "expert_measurements": [reading]})
+    written.write(tmp_path / "p.json")
+    assert tuning.load_profile(tmp_path / "p.json") == written
+    lines = (tmp_path / "p.json").read_text().splitlines()
+    assert sum('"tokens_upto"' in line for line in lines) == 2, "one line a row, for diffs"
+    assert written.table() == []
+    assert written.expert_table() == [
+        *(2048, 768, 32, 128, 8, 8, 0, 8, 4, 1, 132),
+        *(0, 0, 0, 0, 0, 0, -1, 4096, 0, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens_upto": 0},
+        {"rows": 24},
+        {"rows": 16, "form": 1},
+        {"rows": 0, "form": 1},
+        {"blocks": -1},
+        {"blocks": 1 << 16},
+        {"slots": 17},
+        {"family": 2},
+        {"chunk": 512},
+    ],
+)
+def test_rows_for_experts_that_are_no_plan_are_refused(fields):
+    good = {"tokens_upto": 8, "rows": 8}
+    tuning.ExpertOverride(**good)
+    with pytest.raises(ValueError):
+        tuning.ExpertOverride(**{**good, **fields})
+
+
+def test_rows_of_a_layer_of_experts():
+    few, tiles = ExpertPlan(4, ops.FAST, 132), ExpertPlan(16, ops.EXACT, 264)
+    found = [(1, few, True), (8, few, True), (64, tiles, False), (512, tiles, True)]
+    rows = tuning.expert_rows_from(found, **EXPERTS)
+    assert [(row.tokens_upto, row.plan) for row in rows] == [(8, few), (64, tiles)]
+    assert all(row.model_dump().items() >= EXPERTS.items() for row in rows)
+    assert tuning.expert_rows_from(found[:2], **EXPERTS) == []
+
+
+def test_apply_hands_over_both_tables_and_clear_takes_them_back(monkeypatch):
+    class Operators:
+        def set_plan_table(self, table):
+            self.plan = table
+
+        def set_moe_table(self, table):
+            self.moe = table
+
+    operators = Operators()
+    monkeypatch.setattr(ops, "load", lambda: None)
+    monkeypatch.setattr(torch.ops, "exl3", operators)
+    rows = [tuning.ExpertOverride(tokens_upto=8, rows=8)]
+    tuning.apply(profile([override(16)]).model_copy(update={"experts": rows}))
+    assert len(operators.plan) == len(tuning.TABLE_FIELDS)
+    assert len(operators.moe) == len(tuning.EXPERT_TABLE_FIELDS)
+    tuning.clear()
+    assert operators.plan == operators.moe == []

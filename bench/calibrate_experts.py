@@ -204,6 +204,13 @@ def with_blocks(
     return [one for one in dict.fromkeys(filter(None, found)) if one != chosen]
 
 
+def places_of(here: int, experts: int, device: torch.device | str) -> torch.Tensor:
+    """The map of a rank that holds the first experts."""
+    places = torch.arange(experts, dtype=torch.int32, device=device)
+    places[here:] = -1
+    return places
+
+
 class Proof:
     """What two tokens must give, whatever the plan and the other tokens are.
 
@@ -212,10 +219,10 @@ class Proof:
 
     def __init__(self, bank: moe_bank.Layer, sizes: ExpertSizes):
         used = min(sizes.slots, sizes.experts)
-        self.oracle = moe_oracle.Layer([bank.stored(expert) for expert in range(used)], "cuda")
-        self.places = torch.full((sizes.global_experts,), -1, dtype=torch.int32, device="cuda")
-        self.places[:used] = torch.arange(used, dtype=torch.int32, device="cuda")
-        self.ids = torch.arange(sizes.slots, dtype=torch.int32, device="cuda")
+        device = bank.experts.table.device
+        self.oracle = moe_oracle.Layer([bank.stored(expert) for expert in range(used)], device)
+        self.places = places_of(used, sizes.global_experts, device)
+        self.ids = torch.arange(sizes.slots, dtype=torch.int32, device=device)
 
     def route(self, ids: torch.Tensor) -> torch.Tensor:
         """A routing in which the first and the last token go to the experts that are known."""
@@ -253,19 +260,19 @@ def forced(layer: ExpertLayer, tokens: int, wanted: ExpertPlan | None) -> Iterat
 class Bank:
     """Random layers of one kind, their proof, and what is sent to them."""
 
-    def __init__(self, layer: ExpertLayer):
-        sizes = self.sizes = layer.sizes
+    def __init__(self, layer: ExpertLayer, device: str):
+        sizes, self.device = layer.sizes, device
+        self.sizes = sizes
         self.shape = moe_bank.Shape(sizes.experts, sizes.k, sizes.inner, sizes.slots)
         one = int(self.shape.weights * sizes.experts * layer.bits / 8)
         self.layers = [
-            moe_bank.random_layer(self.shape, layer.bits, layer.codebook, seed)
+            moe_bank.random_layer(self.shape, layer.bits, layer.codebook, seed, device)
             for seed in range(max(2, math.ceil(LAYER_BYTES / one)))
         ]
         self.proof = Proof(self.layers[0], sizes)
         self.map = None
         if sizes.experts != sizes.global_experts:
-            self.map = torch.full((sizes.global_experts,), -1, dtype=torch.int32, device="cuda")
-            self.map[: sizes.experts] = torch.arange(sizes.experts, device="cuda")
+            self.map = places_of(sizes.experts, sizes.global_experts, device)
 
     def given(self, tokens: int) -> list[tuple]:
         """(x, weights, ids, live experts here) of as many calls as rotate."""
@@ -273,10 +280,11 @@ class Bank:
         every_expert = tokens * sizes.slots >= 4 * sizes.global_experts
         count = layers * (1 if every_expert else max(1, CALLS // layers))
         whole = moe_bank.Shape(sizes.global_experts, sizes.k, sizes.inner, sizes.slots)
-        xs = [torch.randn(tokens, sizes.k, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        xs = [torch.randn(tokens, sizes.k, device=self.device).bfloat16() for _ in range(2)]
+        routings = moe_bank.routings(whole, tokens, count, device=self.device)
         return [
             (xs[i % 2], weights, ids, int((ids.unique() < sizes.experts).sum()))
-            for i, (weights, ids, _) in enumerate(moe_bank.routings(whole, tokens, count))
+            for i, (weights, ids, _) in enumerate(routings)
         ]
 
     def run(self, copy: int, x, weights, ids) -> torch.Tensor:
@@ -285,10 +293,16 @@ class Bank:
 
 
 class Calibration:
-    """Measures layers of experts on one device."""
+    """Measures layers of experts on one device.
 
-    def __init__(self, read_gb_s: float, device: ops.Device):
-        self.read_gb_s, self.device = read_gb_s, device
+    Args:
+        read_gb_s: what its memory gives at most.
+        device: what plans are chosen for.
+        on: where tensors are.
+    """
+
+    def __init__(self, read_gb_s: float, device: ops.Device, on: str = "cuda"):
+        self.read_gb_s, self.device, self.on = read_gb_s, device, on
         self.refused: list[str] = []
         self.failures: list[str] = []
 
@@ -296,7 +310,7 @@ class Calibration:
         self, layer: ExpertLayer, ladder: Iterable[int], advance: Callable[[], None]
     ) -> list[dict[str, Any]]:
         """All measurements of one layer, as dictionaries of `tuning.ExpertMeasurement`."""
-        bank = Bank(layer)
+        bank = Bank(layer, self.on)
         measured = []
         for tokens in ladder:
             measured += self._point(layer, bank, tokens)

@@ -54,7 +54,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 @dataclass
 class Layer:
-    """One layer's experts, their words in the order of the CUDA kernels.
+    """One layer's experts, their words in the order of the kernels of their device.
 
     `scales` are float16 `[experts, 2, hidden]`, `[experts, 2, inner]`, `[experts, inner]` and
     `[experts, hidden]`.
@@ -82,26 +82,32 @@ class Layer:
             ]
             suh = e.w2_suh[expert] if down else e.w13_suh[expert, projection]
             svh = e.w2_svh[expert] if down else e.w13_svh[expert, projection]
-            result.append(Stored(ops.from_strips(flat, k, n), suh, svh, self.kind.codebook))
+            if flat.is_cuda:
+                trellis = ops.from_strips(flat, k, n)
+            else:
+                trellis = flat.view(k // exl3.TILE, n // exl3.TILE, self.kind.words)
+            result.append(Stored(trellis, suh, svh, self.kind.codebook))
         return tuple(result)
 
 
-def random_layer(shape: Shape, bits: float, codebook: str, seed: int = 0) -> Layer:
+def random_layer(
+    shape: Shape, bits: float, codebook: str, seed: int = 0, device: str = "cuda"
+) -> Layer:
     """Random words, and scales of the size and scatter of a real layer."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
     kind = Kind(codebook, exl3.words_from_bits(bits))
     count = shape.experts
     plan = arrange([[kind] * 3] * count, shape.hidden, shape.inner, shape.hidden)
 
     def words(size: int) -> torch.Tensor:
         pairs = torch.randint(
-            -(2**31), 2**31, (size // 2,), dtype=torch.int32, device="cuda", generator=generator
+            -(2**31), 2**31, (size // 2,), dtype=torch.int32, device=device, generator=generator
         )
         return pairs.view(torch.int16)
 
     def scales(typical: float, *size: int) -> torch.Tensor:
-        uniform = torch.rand(size, device="cuda", generator=generator) + 0.5
-        signs = torch.randint(0, 2, size, device="cuda", generator=generator) * 2 - 1
+        uniform = torch.rand(size, device=device, generator=generator) + 0.5
+        signs = torch.randint(0, 2, size, device=device, generator=generator) * 2 - 1
         return (signs * typical * uniform).half()
 
     experts = Experts(
@@ -111,14 +117,16 @@ def random_layer(shape: Shape, bits: float, codebook: str, seed: int = 0) -> Lay
         words(plan.w2_words),
         scales(SUH_SIZE, count, shape.inner),
         scales(1.0, count, shape.hidden),
-        plan.table.cuda(),
+        plan.table.to(device),
         plan.kinds,
         [0, shape.inner, shape.hidden, int(plan.paired)],
     )
     return Layer(shape, kind, experts)
 
 
-def routings(shape: Shape, rows: int, count: int, seed: int = 0) -> list[tuple]:
+def routings(
+    shape: Shape, rows: int, count: int, seed: int = 0, device: str = "cuda"
+) -> list[tuple]:
     """`count` routings of `rows` tokens: (weights, ids, live experts).
 
     Experts are drawn without regard to the token, as a balanced router's are in the mean; single
@@ -144,7 +152,7 @@ def routings(shape: Shape, rows: int, count: int, seed: int = 0) -> list[tuple]:
         weights = torch.rand(rows, shape.slots, generator=generator) + 0.1
         weights = weights / weights.sum(1, keepdim=True)
         live = len(ids.unique())
-        found.append((weights.float().cuda(), ids.int().cuda(), live))
+        found.append((weights.float().to(device), ids.int().to(device), live))
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from moe_models import EXPERTS, awkward_moe
 from typer.testing import CliRunner
 
-from bench import calibrate, calibrate_experts, choosing
+from bench import arms, calibrate, calibrate_experts, choosing, timing
 from bench.calibrate_experts import (
     KEY,
     TOKENS,
@@ -139,6 +141,144 @@ def test_one_wrong_token_is_seen():
     assert differs(swapped, rounded) > 1
     rounded[63, 255] = float("nan")
     assert differs(rounded, reference) == float("inf")
+
+
+class Operators:
+    """`torch.ops.exl3` of a machine without a GPU, with the operators that take tables."""
+
+    def __init__(self):
+        self.real, self.tables, self.plans = torch.ops.exl3, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def set_moe_table(self, numbers):
+        self.tables.append(list(numbers))
+
+    def set_plan_table(self, numbers):
+        self.plans.append(list(numbers))
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Calibration with the CPU kernel: choices, proofs and tables are real, times are not."""
+    operators = Operators()
+    monkeypatch.setattr(torch.ops, "exl3", operators)
+    monkeypatch.setattr(calibrate_experts, "LAYER_BYTES", 1)
+    timed = []
+
+    def time_rotating(call, copies, ring, replays):
+        call(copies - 1)
+        timed.append((operators.tables[-1], replays))
+        return timing.Reading(100.0 - len(timed), 0.01, 20, replays)
+
+    monkeypatch.setattr(timing, "time_rotating", time_rotating)
+    return operators, timed
+
+
+@pytest.mark.parametrize("experts", [6, 4], ids=["all", "of a rank"])
+def test_a_layer_from_words_to_rows(experts, on_a_cpu):
+    """Later readings are faster here, so the last finalist is what the profile takes."""
+    operators, timed = on_a_cpu
+    layer = ExpertLayer(ExpertSizes(experts, 6, 2, 256, 128), 4.0, "mcg")
+    calibration = calibrate_experts.Calibration(1e9, H200, "cpu")
+    steps = []
+    measured = calibration.layer(layer, (1, 24), lambda: steps.append(1))
+    assert len(steps) == 2 and not calibration.failures and not calibration.refused
+    assert operators.tables[-1] == [], "no row stays"
+    for item in measured:
+        tuning.ExpertMeasurement(**item)
+        default = item["plan"] == list(built_in(H200, item["tokens"], layer))
+        assert item["default"] == default
+        row = tuning.ExpertOverride(
+            **layer.fields, tokens_upto=item["tokens"],
+            **ExpertPlan(*item["plan"])._asdict(),
+        )  # fmt: skip
+        table = [] if default else row.numbers()
+        replays = [found for numbers, found in timed if numbers == table]
+        assert choosing.SCREEN_REPLAYS in replays, "timed as the row that would bring it about"
+    chosen = [item for item in measured if item["chosen"]]
+    assert [item["tokens"] for item in chosen] == [1, 24]
+    rows = calibrate_experts.overrides(measured)
+    assert [(row.tokens_upto, list(row.plan)) for row in rows] == [
+        (item["tokens"], item["plan"]) for item in chosen
+    ]
+
+
+@pytest.mark.parametrize("token, reason", [(23, "of the statistical bound"), (9, "differs by")])
+def test_a_wrong_plan_ends_the_calibration(token, reason, on_a_cpu, monkeypatch):
+    """Off in the last token, or in one that float64 does not look at."""
+    operators, _ = on_a_cpu
+    run = calibrate_experts.Bank.run
+
+    def broken(self, copy, x, weights, ids):
+        y = run(self, copy, x, weights, ids)
+        if operators.tables[-1][8:9] == [32]:
+            y[token] *= 1.25
+        return y
+
+    monkeypatch.setattr(calibrate_experts.Bank, "run", broken)
+    layer = ExpertLayer(ExpertSizes(6, 6, 2, 256, 128), 4.0, "mcg")
+    with pytest.raises(arms.WrongResult, match=rf"24 tokens, plan \[32, 0, \d+\].*{reason}"):
+        calibrate_experts.Calibration(1e9, H200, "cpu").layer(layer, (24,), lambda: None)
+    assert operators.tables[-1] == []
+
+
+def test_a_reading_that_memory_cannot_give_is_told(on_a_cpu):
+    layer = ExpertLayer(ExpertSizes(6, 6, 2, 256, 128), 4.0, "mcg")
+    calibration = calibrate_experts.Calibration(0.1, H200, "cpu")
+    calibration.layer(layer, (24,), lambda: None)
+    assert "the weights came from a cache" in calibration.failures[0]
+
+
+def test_the_program_writes_a_profile_and_goes_on_where_it_stopped(
+    on_a_cpu, monkeypatch, tmp_path, capsys
+):
+    """All of `calibrate.py` but what asks the card: two layers, broken off after the first."""
+    operators, timed = on_a_cpu
+    key = tuning.Key(device_name="H200", compute_capability="9.0", sms=132, power_limit_w=700,
+                     driver_major=580, cuda_runtime="13.0", plugin_version="0.1.0",
+                     source_hash="a")  # fmt: skip
+    facts = SimpleNamespace(l2_bytes=60 << 20)
+    scale = SimpleNamespace(read_gb_s=1e9)
+    monkeypatch.setattr(calibrate.devices, "monitor", lambda: None)
+    monkeypatch.setattr(calibrate.devices, "device_facts", lambda index, nvml: facts)
+    monkeypatch.setattr(calibrate.ruler, "measure", lambda nvml: scale)
+    monkeypatch.setattr(calibrate.ruler, "describe", lambda facts, scale: ["a ruler"])
+    monkeypatch.setattr(timing, "use_own_stream", lambda: None)
+    monkeypatch.setattr(tuning, "current_key", lambda: key)
+    monkeypatch.setattr(ops, "cuda_device", lambda: H200)
+    real = calibrate_experts.Calibration
+    monkeypatch.setattr(calibrate_experts, "Calibration", lambda *a: real(*a, on="cpu"))
+    out = tmp_path / "profiles" / "p.json"
+
+    def calibrate_two():
+        calibrate.main(out, "none", "4", "mcg", "1", "6x2:256x128,4of6x2:256x128", tokens="1,24")
+
+    layer_of = real.layer
+
+    def stops(self, layer, *rest):
+        if layer.sizes.experts == 4:
+            raise KeyboardInterrupt
+        return layer_of(self, layer, *rest)
+
+    monkeypatch.setattr(real, "layer", stops)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_two()
+    assert [file.name for file in out.parent.iterdir()] == ["p.json.partial"]
+    monkeypatch.setattr(real, "layer", layer_of)
+    before = len(timed)
+    calibrate_two()
+    said = capsys.readouterr().err
+    assert "1 layers are measured" in said.replace("\n", " ")
+    assert [file.name for file in out.parent.iterdir()] == ["p.json"]
+    profile = tuning.load_profile(out)
+    assert profile.key == key and profile.overrides == []
+    assert {row.experts for row in profile.experts} == {4, 6}
+    assert operators.tables[-1] == profile.expert_table() and operators.plans[-1] == []
+    again = {tuple(numbers[2:4]) for numbers, _ in timed[before:] if numbers}
+    assert again == {(4, 6)}, "what was measured is not measured again"
+    assert "4of6x2:256x128 4 bit mcg" in said
 
 
 def test_experts_of_a_checkpoint(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -185,6 +186,28 @@ def test_context_leaves_out_what_is_not_copied(checkout, dockerfile):
         if line.startswith("COPY ") and "--from" not in line:
             for source in line.split()[1:-1]:
                 assert any(source == a or source.startswith(f"{a}/") for a in allowed), source
+
+
+def test_calibrate_finds_all_it_imports(checkout, dockerfile, tmp_path):
+    """Nothing but what the image copies, and the packages in it."""
+    home = tmp_path / "opt/exl3"
+    for line in dockerfile.splitlines():
+        if line.startswith("COPY ") and "--from" not in line:
+            *sources, to = line.split()[1:]
+            to = tmp_path / to.removeprefix("/")
+            for source in sources:
+                if (checkout / source).is_dir():
+                    shutil.copytree(checkout / source, to, dirs_exist_ok=True)
+                else:
+                    to.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(checkout / source, to)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "exl3_plugin").symlink_to(checkout / "exl3_plugin")
+    command = [sys.executable, home / "bench/calibrate.py", "--help"]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0 and "--experts" in done.stdout, done.stderr
 
 
 def test_versions_are_json_that_bake_reads(checkout):

@@ -38,6 +38,8 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 
 FAMILIES = {"mcg": tuning.HALVES_FAMILY, "mul1": tuning.MUL1_FAMILY}
 """The codebook that is measured for each family."""
 KEY = ("k", "n", "half_bits", "family")
+Measured = dict[tuple[int, ...], list[dict[str, Any]]]
+"""Measurements by the key of their layer; linear layers and experts have keys of two lengths."""
 DENSE_FROM_ROWS = 48
 BLOCKS_PER_SM = (1, 2, 3)
 SMALL_TILE_ROWS = 16
@@ -170,7 +172,7 @@ class Calibration:
             raise arms.WrongResult(f"{where}: {error}") from error
         except RuntimeError as error:
             torch.cuda.synchronize()  # a fault of the device ends the run; a refusal does not
-            self.refused.append(f"{where}: {str(error).splitlines()[0]}")
+            self.refused.append(f"cannot run here: {where}: {str(error).splitlines()[0]}")
             return None
 
 
@@ -197,6 +199,7 @@ def layers_to_measure(
     model: Path | None,
     ranks: int,
     whole_experts: bool,
+    extend: bool = False,
 ) -> tuple[list[Layer], list[calibrate_experts.ExpertLayer]]:
     """Linear layers and layers of experts that the options name, each once.
 
@@ -218,9 +221,28 @@ def layers_to_measure(
     ]
     if model is not None:
         mixtures += calibrate_experts.layers_of(model, ranks, whole_experts)
-    if not linears and not mixtures:
+    if not linears and not mixtures and not extend:
         raise ValueError("nothing to measure: no shapes, and no experts")
     return list(dict.fromkeys(linears)), list(dict.fromkeys(mixtures))
+
+
+def measured_before(path: Path, key: tuning.Key) -> Measured:
+    """Measurements of a profile that is there, by the key of their layer.
+
+    Raises:
+        ProfileError: it is no profile, or of something else.
+    """
+    profile = tuning.load_profile(path)
+    tuning.require_match(profile, key, path)
+    found: Measured = {}
+    for items, fields in (
+        (profile.measurements, KEY),
+        (profile.expert_measurements, calibrate_experts.KEY),
+    ):
+        for item in items:
+            data = item.model_dump()
+            found.setdefault(tuple(data[name] for name in fields), []).append(data)
+    return found
 
 
 def main(
@@ -244,6 +266,9 @@ def main(
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="they share whole experts")
     ] = False,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="keep what the profile has, measure what it lacks")
+    ] = False,
     tokens: Annotated[str, typer.Option(help="token counts for experts")] = ",".join(
         map(str, calibrate_experts.TOKENS)
     ),
@@ -252,11 +277,13 @@ def main(
     console = Console(stderr=True)
     try:
         layers, mixtures = layers_to_measure(
-            shapes, bits, codebooks, experts, model, tensor_parallel_size, enable_expert_parallel
-        )
+            shapes, bits, codebooks, experts, model, tensor_parallel_size, enable_expert_parallel,
+            extend,
+        )  # fmt: skip
         ladder, expert_ladder = (sorted(set(linear.parse_numbers(text))) for text in (rows, tokens))
         nvml = devices.monitor()
         key = tuning.current_key()
+        held = measured_before(out, key) if extend and out.is_file() else {}
         identity = {
             "key": key.model_dump(), "rows": ladder, "tokens": expert_ladder,
             "version": tuning.VERSION,
@@ -267,6 +294,12 @@ def main(
         print(f"calibrate.py: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
 
+    layers = [layer for layer in layers if tuple(layer.key) not in held]
+    mixtures = [layer for layer in mixtures if tuple(layer.key) not in held]
+    if not layers and not mixtures:
+        partial.path.unlink()
+        console.print(f"{out} has all that is asked for", highlight=False)
+        return
     begin = time.perf_counter()
     facts = devices.device_facts(0, nvml)
     timing.use_own_stream()
@@ -306,39 +339,55 @@ def main(
         partial.path.unlink()
         raise typer.Exit(1)
 
-    results = [partial.done[tuple(layer.key)]["measured"] for layer in layers]
-    routed_results = [partial.done[tuple(layer.key)]["measured"] for layer in mixtures]
-    profile = tuning.Profile(
-        key=key,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        read_gb_s=round(scale.read_gb_s, 1),
-        seconds=round(time.perf_counter() - begin, 1),
-        overrides=[row for measured in results for row in overrides(measured)],
-        experts=[
-            row for measured in routed_results for row in calibrate_experts.overrides(measured)
-        ],
-        measurements=[item for measured in results for item in measured],
-        expert_measurements=[item for measured in routed_results for item in measured],
-    )
+    new = {tuple(job[1].key): partial.done[tuple(job[1].key)]["measured"] for job in jobs}
+    profile = profile_of(key, scale.read_gb_s, time.perf_counter() - begin, held | new)
     profile.write(out)
     tuning.apply(tuning.load_profile(out))
     partial.path.unlink()
-    for line in [*linears.refused[:3], *routed.refused[:3]]:
-        console.print(f"cannot run here: {line}", markup=False, highlight=False, soft_wrap=True)
-    for name, measured, fields, words in (
-        ("linear layers", results, (*KEY, "m"), describe),
-        ("experts", routed_results, (*calibrate_experts.KEY, "tokens"), calibrate_experts.describe),
-    ):
-        for line in (
-            choosing.gain_lines(chain.from_iterable(measured), fields, words) if measured else []
-        ):
-            console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
+    for line in [*linears.refused[:3], *routed.refused[:3], *gains(new)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"{out}: {len(profile.overrides)} overrides for {len(layers)} linear layers, "
-        f"{len(profile.experts)} for {len(mixtures)} of experts in {profile.seconds:.0f} s. "
-        f"Use it with EXL3_PROFILE={out}",
+        f"{out}: {len(profile.overrides)} overrides for linear layers, {len(profile.experts)} for "
+        f"experts; {len(new)} layers measured in {profile.seconds:.0f} s. Use it with "
+        f"EXL3_PROFILE={out}",
         highlight=False,
     )
+
+
+def of_kind(measured: Measured, key: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+    """Those of linear layers, or of experts."""
+    return [items for layer, items in measured.items() if len(layer) == len(key)]
+
+
+def profile_of(
+    key: tuning.Key, read_gb_s: float, seconds: float, measured: Measured
+) -> tuning.Profile:
+    """The profile of all measurements."""
+    linears, routed = of_kind(measured, KEY), of_kind(measured, calibrate_experts.KEY)
+    return tuning.Profile(
+        key=key,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        read_gb_s=round(read_gb_s, 1),
+        seconds=round(seconds, 1),
+        overrides=[row for items in linears for row in overrides(items)],
+        experts=[row for items in routed for row in calibrate_experts.overrides(items)],
+        measurements=list(chain.from_iterable(linears)),
+        expert_measurements=list(chain.from_iterable(routed)),
+    )
+
+
+def gains(measured: Measured) -> list[str]:
+    """What was gained, linear layers first."""
+    lines = []
+    for name, key, number, words in (
+        ("linear layers", KEY, "m", describe),
+        ("experts", calibrate_experts.KEY, "tokens", calibrate_experts.describe),
+    ):
+        items = list(chain.from_iterable(of_kind(measured, key)))
+        if items:
+            found = choosing.gain_lines(items, (*key, number), words)
+            lines += [f"{name}: {line}" for line in found]
+    return lines
 
 
 def _reason(error: Exception) -> str:

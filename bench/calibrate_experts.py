@@ -344,7 +344,7 @@ class Calibration:
             except RuntimeError as error:
                 torch.cuda.synchronize()  # a fault of the device ends the run; a refusal does not
                 torch.cuda.empty_cache()
-                self.refused.append(f"{where}: {str(error).splitlines()[0]}")
+                self.refused.append(f"cannot run here: {where}: {str(error).splitlines()[0]}")
                 return None
 
         measured = choosing.measure(

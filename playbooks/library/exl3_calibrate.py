@@ -13,7 +13,8 @@ DOCUMENTATION = """
 module: exl3_calibrate
 short_description: Measure each type of GPU of a host once, and keep the profile
 options:
-  plan: {type: dict, default: {}, description: "A plan, whose image or venv is measured."}
+  plan: {type: dict, default: {},
+    description: "A plan, whose image or venv is measured, and the experts of its model."}
   checkout: {type: path, required: true, description: "A checkout of this repository on the host."}
   store: {type: path, required: true, description: "The store; profiles go to its calibration."}
   force: {type: bool, default: false, description: "Measure again where a profile is kept."}
@@ -52,9 +53,11 @@ def main() -> None:
         module.exit_json(changed=False, summary="nothing is planned here yet")
     box = plan.get("container")
     software = box["image"]["digest"] if box else (plan.get("release") or "none")
-    command = calibration.native_command(Path(plan["venv"]["dir"]) / "bin" / "python", checkout)
+    model = calibration.model_of(plan)
+    python = Path(plan["venv"]["dir"]) / "bin" / "python"
+    command = calibration.native_command(python, checkout, model)
     if box:
-        command = calibration.container_command(box, given["docker_host"])
+        command = calibration.container_command(box, given["docker_host"], model)
     try:
         changed, told = calibration.measure(
             store,
@@ -65,6 +68,7 @@ def main() -> None:
             tuple(given["arguments"]),
             module.check_mode,
             box["user"] if box else None,
+            model,
         )
     except HostError as error:
         module.fail_json(msg=str(error))

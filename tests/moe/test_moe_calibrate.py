@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from moe_models import EXPERTS, awkward_moe
 from typer.testing import CliRunner
 
@@ -280,6 +281,25 @@ def test_the_program_writes_a_profile_and_goes_on_where_it_stopped(
     assert again == {(4, 6)}, "what was measured is not measured again"
     assert "4of6x2:256x128 4 bit mcg" in said
 
+    def extend(experts):
+        first = len(timed)
+        calibrate.main(out, "none", "4", "mcg", "1", experts, tokens="1", extend=True)
+        return len(timed) - first
+
+    assert extend("6x2:256x128") == 0 and tuning.load_profile(out) == profile
+    assert extend("") == 0, "a model without experts adds nothing"
+    assert extend("6x2:256x128,5of6x2:256x128") > 0
+    more = tuning.load_profile(out)
+    assert {item.experts for item in more.expert_measurements} == {4, 5, 6}
+    assert more.expert_measurements[: len(profile.expert_measurements)] == (
+        profile.expert_measurements
+    )
+    monkeypatch.setattr(tuning, "current_key", lambda: key.model_copy(update={"sms": 100}))
+    with pytest.raises(typer.Exit) as stopped:
+        extend("3of6x2:256x128")
+    assert stopped.value.exit_code == 2 and "sms is 100" in capsys.readouterr().err
+    assert tuning.load_profile(out) == more
+
 
 def test_experts_of_a_checkpoint(tmp_path):
     """Every rate of first gates once, columns as a rank holds them, 128-blocks around a cut."""
@@ -327,8 +347,6 @@ def test_every_layer_once_at_rates_that_exist():
     ],
 )
 def test_usage(arguments, reason, tmp_path):
-    import typer
-
     app = typer.Typer()
     app.command()(calibrate.main)
     done = CliRunner().invoke(app, ["--out", str(tmp_path / "p.json"), *arguments])

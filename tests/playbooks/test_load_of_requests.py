@@ -185,6 +185,58 @@ def test_each_type_is_measured_once_and_found_by_plans(tmp_path):
     assert len(spec.read_json(store / "calibration" / calibration.INDEX)) == 3
 
 
+ADDS = """\
+import json, os, sys
+out, words = sys.argv[2], sys.argv[3:]
+held = json.load(open(out)) if "--extend" in words else []
+json.dump([*held, words], open(out, "w"))
+"""
+
+
+def plan_of(folder: Path, *argv: str) -> dict:
+    return {"model": {"dir": str(folder)}, "serve": {"argv": ["vllm", "serve", *argv]}}
+
+
+def test_the_experts_of_each_model_are_measured_once(tmp_path):
+    """A profile is extended by a model it does not cover, in the way the GPUs share it."""
+    store, folder = tmp_path / "store", tmp_path / "qwen3"
+    whole = ("--tensor-parallel-size", "2", "--data-parallel-size", "4", "--enable-expert-parallel")
+    assert calibration.model_of(plan_of(folder, *whole)) is None, "not downloaded yet"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    models = [
+        calibration.model_of(plan_of(folder, *argv))
+        for argv in ((), ("--tensor-parallel-size", "2", "--data-parallel-size", "4"), whole)
+    ]
+    assert [model.name for model in models] == [
+        "qwen3 on 1", "qwen3 on 2", "qwen3 on 8, whole experts",
+    ]  # fmt: skip
+    facts = {"gpus": [{**H200, "index": 0}]}
+    (tmp_path / "checkout" / "bench").mkdir(parents=True)
+    (tmp_path / "checkout" / "bench" / "calibrate.py").write_text(ADDS)
+
+    def measure(model, **options):
+        command = calibration.native_command(sys.executable, tmp_path / "checkout", model)
+        changed, told = calibration.measure(store, facts, "r1", command, model=model, **options)
+        return changed, told[0].partition(": ")[2].partition(" (")[0]
+
+    shared = ["--model", str(folder), "--tensor-parallel-size"]
+    add = ["--shapes", "none", "--extend"]
+    assert measure(None) == (True, "measured")
+    experts = "the experts of qwen3, if any, "
+    assert measure(models[1], is_check=True) == (True, f"{experts}would be measured")
+    for model in models[1:]:
+        assert measure(model) == (True, f"{experts}measured")
+        assert measure(model) == (False, "kept")
+    assert measure(None) == (False, "kept")
+    path = calibration.find(store, facts, "r1", "require")
+    eight = [*shared, "8", "--enable-expert-parallel", *add]
+    assert json.loads(path.read_text()) == [[], [*shared, "2", *add], eight]
+    assert measure(models[0], force=True) == (True, "measured")
+    assert json.loads(path.read_text()) == [[*shared, "1"]]
+    assert measure(models[1]) == (True, f"{experts}measured"), "a new profile, a new list"
+
+
 def test_a_measurement_that_fails_keeps_no_profile(tmp_path):
     command = program(tmp_path / "checkout", "raise SystemExit('the GPU is busy')")
     facts = {"gpus": [{**H200, "index": 0}]}
@@ -211,3 +263,10 @@ def test_in_an_image_one_gpu_is_handed_over_and_nothing_else():
     assert words[-4:] == ["exl3@sha256:aa", "calibrate", "--out", "/out/h200.json"]
     assert words[words.index("--device") + 1] == "nvidia.com/gpu=GPU-1"
     assert words[words.index("--network") + 1] == "none"
+    model = calibration.Model("/store/models/qwen3-4bpw", 2)
+    command = calibration.container_command(box, "unix:///x.sock", model)
+    words = command(Path("/store/calibration/drafts/h200.json"), {"uuid": "GPU-1"})
+    mounts = [words[at + 1] for at, word in enumerate(words) if word == "--mount"]
+    inside = "/models/qwen3-4bpw"
+    assert f"type=bind,source=/store/models/qwen3-4bpw,target={inside},readonly" in mounts
+    assert words[-4:] == ["--model", inside, "--tensor-parallel-size", "2"]

@@ -3,6 +3,9 @@
 The profile itself says what it was measured on, and the plugin refuses one that does not match. The
 name of the file says the same in short, so that another driver or another release looks for another
 file: device, memory, compute capability, driver major, software. Not in it: UUID, host, model.
+
+Routed experts are measured for the models that are served: their sizes and rates come from the
+checkpoint, and a profile is extended by those it lacks. The index says which models it covers.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import containers
@@ -51,11 +56,55 @@ def wanted(facts: dict, software: str) -> list[tuple[dict, dict]]:
     return list(found.values())
 
 
-def keep(store: Path, key: dict) -> None:
+@dataclass(frozen=True)
+class Model:
+    """A model whose experts a profile shall cover, and how the GPUs share it."""
+
+    folder: str
+    """On this host."""
+    ranks: int = 1
+    whole_experts: bool = False
+    """Expert parallel: each GPU holds whole experts."""
+
+    @property
+    def name(self) -> str:
+        """As the index calls it."""
+        how = ", whole experts" if self.whole_experts else ""
+        return f"{Path(self.folder).name} on {self.ranks}{how}"
+
+    def arguments(self, folder: str) -> list[str]:
+        """Of bench/calibrate.py, for which the model lies in `folder`."""
+        words = ["--model", folder, "--tensor-parallel-size", str(self.ranks)]
+        return words + ["--enable-expert-parallel"] * self.whole_experts
+
+
+def model_of(plan: dict) -> Model | None:
+    """The model of a plan; None where it is not on this host yet."""
+    folder, argv = plan["model"]["dir"], plan["serve"]["argv"]
+    if not (Path(folder) / "config.json").is_file():
+        return None
+
+    def number(option: str) -> int:
+        return int(argv[argv.index(option) + 1]) if option in argv else 1
+
+    whole = "--enable-expert-parallel" in argv
+    # Experts go to the ranks of all replicas; what is cut is cut within one.
+    ranks = number("--tensor-parallel-size") * (number("--data-parallel-size") if whole else 1)
+    return Model(folder, ranks, whole)
+
+
+def covered(store: Path, key: dict) -> list[str]:
+    """Models whose experts are in the profile of this key."""
+    known = read_json(store / "calibration" / INDEX) or {}
+    return known.get(file_of(store, key).name, {}).get("models", [])
+
+
+def keep(store: Path, key: dict, models: list[str]) -> None:
     """Note that the profile of this key is complete; the list is for people and for status."""
     path = store / "calibration" / INDEX
     known = read_json(path) or {}
-    write_json(path, {**known, file_of(store, key).name: key})
+    entry = {**key, "models": sorted(set(models))}
+    write_json(path, {**known, file_of(store, key).name: entry})
 
 
 def find(store: Path, facts: dict, software: str, rule: str) -> Path | None:
@@ -91,13 +140,14 @@ def find(store: Path, facts: dict, software: str, rule: str) -> Path | None:
 CommandOf = Callable[[Path, dict], list[str]]
 
 
-def native_command(python: Path, checkout: Path) -> CommandOf:
+def native_command(python: Path, checkout: Path, model: Model | None = None) -> CommandOf:
     """bench/calibrate.py of a checkout, run by a Python that has torch and the plugin."""
     program = str(checkout / "bench" / "calibrate.py")
-    return lambda out, gpu: [str(python), program, "--out", str(out)]
+    experts = [] if model is None else model.arguments(model.folder)
+    return lambda out, gpu: [str(python), program, "--out", str(out), *experts]
 
 
-def container_command(box: dict, docker_host: str) -> CommandOf:
+def container_command(box: dict, docker_host: str, model: Model | None = None) -> CommandOf:
     """The same program in an image; `box` is the `container` of a plan."""
 
     def command(out: Path, gpu: dict) -> list[str]:
@@ -106,7 +156,12 @@ def container_command(box: dict, docker_host: str) -> CommandOf:
         words += ["--network", "none", "--user", box["user"], "--cap-drop", "ALL"]
         words += ["--device", f"nvidia.com/gpu={gpu['uuid']}"]
         words += ["--mount", f"type=bind,source={out.parent},target=/out"]
-        return [*words, image, "calibrate", "--out", f"/out/{out.name}"]
+        experts = []
+        if model is not None:
+            inside = containers.model_inside(model.folder)
+            words += ["--mount", f"type=bind,source={model.folder},target={inside},readonly"]
+            experts = model.arguments(inside)
+        return [*words, image, "calibrate", "--out", f"/out/{out.name}", *experts]
 
     return command
 
@@ -120,28 +175,36 @@ def measure(
     arguments: tuple[str, ...] = (),
     is_check: bool = False,
     user: str | None = None,
+    model: Model | None = None,
 ) -> tuple[bool, list[str]]:
     """Measure each type of GPU that has no profile yet; (changed, what was done).
 
-    `user` is who writes the profile in a container. Raises HostError with the end of the output; a
+    `user` is who writes the profile in a container, `model` the one that `command_of` speaks of: a
+    profile that does not cover it is extended. Raises HostError with the end of the output; a
     second run goes on where a failed one stopped, since the draft keeps its name.
     """
     changed, told = False, []
     for key, gpu in wanted(facts, software):
         path = file_of(store, key)
-        if path.is_file() and not force:
+        models = covered(store, key)
+        extends = path.is_file() and not force
+        if extends and (model is None or model.name in models):
             told.append(f"{key['name']}: kept ({path.name})")
             continue
         changed = True
+        what = f"the experts of {Path(model.folder).name}, if any, " if extends else ""
         if is_check:
-            told.append(f"{key['name']}: would be measured")
+            told.append(f"{key['name']}: {what}would be measured")
             continue
         draft = path.parent / "drafts" / path.name
         draft.parent.mkdir(parents=True, exist_ok=True)
+        command = [*command_of(draft, gpu), *arguments]
+        if extends:
+            shutil.copyfile(path, draft)
+            command += ["--shapes", "none", "--extend"]
         if user is not None:
             uid, gid = containers.ids(user)
             containers.give(draft.parent, uid, gid, 0o770)
-        command = [*command_of(draft, gpu), *arguments]
         _run(command, store / "logs" / "calibrate.log", gpu)
         try:
             json.loads(draft.read_text())
@@ -151,8 +214,8 @@ def measure(
                 f"See {store}/logs/calibrate.log.",
             ) from None
         os.replace(draft, path)
-        keep(store, key)
-        told.append(f"{key['name']}: measured ({path.name})")
+        keep(store, key, (models if extends else []) + ([] if model is None else [model.name]))
+        told.append(f"{key['name']}: {what}measured ({path.name})")
     return changed, told or ["no GPU here: CPU kernels are not calibrated"]
 
 

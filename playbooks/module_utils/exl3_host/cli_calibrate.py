@@ -29,6 +29,13 @@ def register(app: typer.Typer) -> None:
         software: Annotated[
             str, typer.Option(help="Names the release: image digest, or release of a plan.")
         ] = "none",
+        model: Annotated[
+            Path | None, typer.Option(help="A model, whose experts are measured too.")
+        ] = None,
+        tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share it.", min=1)] = 1,
+        enable_expert_parallel: Annotated[
+            bool, typer.Option("--enable-expert-parallel", help="They share whole experts.")
+        ] = False,
         force: Annotated[bool, typer.Option("--force", help="Measure again.")] = False,
         argument: Annotated[
             list[str] | None, typer.Option(help="Further argument of bench/calibrate.py; repeat.")
@@ -41,9 +48,18 @@ def register(app: typer.Typer) -> None:
             root, place = checkout(), store_dir(store)
             if root is None:
                 raise HostError("there is no checkout here.", "Run exl3ctl from a checkout.")
-            command = calibration.native_command(python, root)
+            served = None
+            if model is not None:
+                folder = str(model.resolve())
+                served = calibration.Model(folder, tensor_parallel_size, enable_expert_parallel)
             changed, told = calibration.measure(
-                place, facts.collect(store=place), software, command, force, tuple(argument or ())
+                place,
+                facts.collect(store=place),
+                software,
+                calibration.native_command(python, root, served),
+                force,
+                tuple(argument or ()),
+                model=served,
             )
             result = {"changed": changed, "done": told, "folder": str(place / "calibration")}
             return EXIT_GOOD, result, lambda out: out.print("\n".join(told), highlight=False)

@@ -275,6 +275,25 @@ def test_a_profile_of_another_card_is_refused_with_what_differs(monkeypatch, tmp
     assert asked == [3]
 
 
+def test_ranks_with_other_plans_for_experts_differ(monkeypatch):
+    class Operators:
+        def cuda_build_info(self):
+            return '{"source_hash": "a"}'
+
+    monkeypatch.setattr(ops, "configure", dict)
+    monkeypatch.setattr(torch.ops, "exl3", Operators())
+    key = tuning.Key(device_name="H200", compute_capability="9.0", sms=132, power_limit_w=700,
+                     driver_major=580, cuda_runtime="13.0", plugin_version="0.1.0",
+                     source_hash="a")  # fmt: skip
+    profile = tuning.Profile(key=key, created="2026-01-01T00:00:00Z", read_gb_s=4000, seconds=1,
+                             overrides=[], measurements=[])  # fmt: skip
+    rows = [tuning.ExpertOverride(tokens_upto=8, rows=rows) for rows in (8, 16)]
+    mine, theirs = (boot._choices(profile.model_copy(update={"experts": [row]})) for row in rows)
+    boot.refuse_disagreement([mine, dict(mine)])
+    with pytest.raises(boot.RanksDisagree, match="rank 1 differs from rank 0 in plans of EXL3"):
+        boot.refuse_disagreement([mine, theirs])
+
+
 def test_ranks_that_differ_are_refused():
     same = {"plans of EXL3_PROFILE": "a", "options": {"exact": False}}
     boot.refuse_disagreement([same, dict(same)])

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import moe_bank, moe_peers, ruler, timing
 from bench.moe_bank import Layer, Shape
-from exl3_plugin import devices, ops
+from exl3_plugin import devices, ops, tuning
 
 LAYER_BYTES = 1 << 30
 """Experts of as many layers as fill this are rotated, two at least."""
@@ -219,9 +219,12 @@ def main(
     facts = devices.device_facts(0, nvml)
     timing.use_own_stream()
     ops.require_cuda()
+    profile = tuning.use_profile()
     scale = ruler.measure(nvml=nvml)
     for line in ruler.describe(facts, scale):
         print(line)
+    if profile is not None:
+        print(f"auto takes the profile that EXL3_PROFILE names, of {profile.created}")
     out = json_file.open("w") if json_file else None
     failures: list[str] = []
     for shape in grid:

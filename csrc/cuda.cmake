@@ -92,17 +92,22 @@ foreach(entry IN LISTS EXL3_CUDA_ARCHITECTURES)
     message(FATAL_ERROR "EXL3_CUDA_ARCHITECTURES has ${entry}; entries look like 90 or 120+PTX")
   endif()
   set(arch ${CMAKE_MATCH_1})
-  # The host asks for dependent launch by the card; code compiled for older ones would not wait.
-  if(CMAKE_MATCH_2 AND arch LESS 90)
-    message(FATAL_ERROR "EXL3_CUDA_ARCHITECTURES has ${entry}; portable code begins with 90+PTX, "
-                        "because cards from 9.0 on start a kernel before the one it depends on ends")
+  # The host asks for dependent launch by the card; code compiled for older ones would not wait. And
+  # code for 9.0 is for that architecture alone: its own instructions, its own choice of instances.
+  if(CMAKE_MATCH_2 AND arch LESS 100)
+    message(FATAL_ERROR "EXL3_CUDA_ARCHITECTURES has ${entry}; portable code begins with 100+PTX, "
+                        "because what is compiled for older cards does not run on newer ones")
   endif()
   list(APPEND cubins ${arch})
   if(CMAKE_MATCH_2)
     list(APPEND ptx ${arch})
     list(APPEND gencode -gencode "arch=compute_${arch},code=[sm_${arch},compute_${arch}]")
   else()
-    list(APPEND gencode -gencode arch=compute_${arch},code=sm_${arch})
+    set(target ${arch})
+    if(arch EQUAL 90)
+      set(target 90a)  # wgmma
+    endif()
+    list(APPEND gencode -gencode arch=compute_${target},code=sm_${target})
   endif()
 endforeach()
 separate_arguments(nvcc_flags UNIX_COMMAND "${EXL3_NVCC_FLAGS}")

@@ -21,13 +21,13 @@ __device__ __forceinline__ void hadamard_128(float (&v)[kCount][4], int lane) {
   }
 #pragma unroll 1
   for (int distance = 1; distance < 32; distance *= 2) {
-    const bool upper = (lane & distance) != 0;
+    const float sign = (lane & distance) != 0 ? -1.0f : 1.0f;
 #pragma unroll
     for (int b = 0; b < kCount; ++b) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float other = __shfl_xor_sync(0xFFFFFFFFu, v[b][i], distance);
-        v[b][i] = upper ? other - v[b][i] : v[b][i] + other;
+        v[b][i] = fmaf(v[b][i], sign, other);  // exact: a product with 1 or -1
       }
     }
   }

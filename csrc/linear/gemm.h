@@ -28,8 +28,8 @@ struct GemmParams {
   int positions;             // thread blocks a row tile
   int64_t image_tile_bytes;  // from one row tile of a shard to the next
   Output out;
-  float* partials;  // [row tiles][positions][rows][128]
-  uint32_t* flags;  // [row tiles][positions], zero at the start
+  float* partials;  // [row tiles][positions][parts of a position][rows][128]
+  uint32_t* flags;  // [row tiles][positions][parts], zero at the start
   DecodeConstants constants;
 };
 
@@ -40,6 +40,7 @@ struct GemmLaunch {
   bool dependent_launch;
   cudaStream_t stream;
   Room room = Room::kSmall;  // kLarge on sm_90, whose code has nothing else for some row counts
+  bool tall = false;         // by warpgroups: tall_runs; the image is in their order then
 };
 
 // One function a rate, each in a file of its own: kHalfBits is twice the bits per weight.

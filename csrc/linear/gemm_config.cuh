@@ -63,6 +63,12 @@ struct GemmConfig {
   // of the activations is what everything waits for, and its loads would queue behind the weights.
   static constexpr int kEarlyStages = kRows <= 16 ? 1 : kStages - 1;
   static constexpr int kSharedBytes = kGroups * kStages * kStageBytes + kSumBytes;
+
+  // Every thread fetches, for its own group.
+  static __device__ __forceinline__ int fetching_group() { return threadIdx.x / kGroupThreads; }
+  static __device__ __forceinline__ uint32_t fetching_bytes() {
+    return 16 * (threadIdx.x % kGroupThreads);
+  }
   static_assert(kStages >= 2);
   static_assert(kForm == Form::kExact || kRows == kFastRows, "with more rows they do not pay");
   static_assert(kRows % kChunkRows == 0 && kStageSteps % 2 == 0);

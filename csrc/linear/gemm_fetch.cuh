@@ -33,23 +33,17 @@ struct Fetcher {
   __device__ __forceinline__ Fetcher(const GemmParams& params, const UnitRange& range)
       : p(params), segment(range.begin), end(range.end), left(0), weights(nullptr), rows(nullptr) {}
 
-  static __device__ __forceinline__ int group() { return threadIdx.x / C::kGroupThreads; }
-  // 16 times the thread's number in its group.
-  static __device__ __forceinline__ uint32_t thread_bytes() {
-    return 16 * (threadIdx.x % C::kGroupThreads);
-  }
-
   __device__ __forceinline__ void next_segment() {
     const int strip_steps = p.k / 16;
     const int strip = segment / strip_steps;
     const int stop = min(end, (strip + 1) * strip_steps);
-    const UnitRange share = share_of_group<C>(segment, stop, group());
+    const UnitRange share = share_of_group<C>(segment, stop, C::fetching_group());
     const GemmShard& shard = shard_of_strip(p, strip);
     left = share.end - share.begin;
-    weights = shard.weights + thread_bytes() +
+    weights = shard.weights + C::fetching_bytes() +
               (int64_t{share.begin} - int64_t{shard.columns.strip_begin} * strip_steps) *
                   C::kStepWeightBytes;
-    rows = shard.image + blockIdx.y * p.image_tile_bytes + thread_bytes() +
+    rows = shard.image + blockIdx.y * p.image_tile_bytes + C::fetching_bytes() +
            int64_t{share.begin - strip * strip_steps} * C::kStepRowBytes;
     segment = stop;
   }
@@ -57,7 +51,7 @@ struct Fetcher {
     while (left == 0 && segment < end) next_segment();
     return left > 0;
   }
-  // Copies up to one stage. `stage` is the shared address of the slot plus thread_bytes.
+  // Copies up to one stage. `stage` is the shared address of the slot plus fetching_bytes.
   template <int kStepBytes_, int kStageBytes_, class Copy>
   __device__ __forceinline__ void copy(Copy&& copy_16) const {
     constexpr int kStride = C::kGroupThreads * 16;
@@ -66,7 +60,8 @@ struct Fetcher {
       for (int i = 0; i < kStageBytes_; i += kStride) copy_16(i);
       return;
     }
-    const int bytes = min(left, C::kStageSteps) * kStepBytes_ - static_cast<int>(thread_bytes());
+    const int bytes =
+        min(left, C::kStageSteps) * kStepBytes_ - static_cast<int>(C::fetching_bytes());
 #pragma unroll
     for (int i = 0; i < kStageBytes_; i += kStride) {
       if (i < bytes) copy_16(i);

@@ -4,6 +4,7 @@
 #include "linear/gemm.h"
 #include "linear/gemm_config.cuh"
 #include "linear/launch.cuh"
+#include "linear/tall_config.cuh"
 
 namespace exl3 {
 
@@ -37,6 +38,25 @@ cudaError_t with_gemm_config(const GemmLaunch& launch, F&& f) {
         return with_gemm_room<kHalfBits, kFamily, Form::kExact, 64>(launch, f);
       case 128:
         return with_gemm_room<kHalfBits, kFamily, Form::kExact, 128>(launch, f);
+      default:
+        return cudaErrorInvalidValue;
+    }
+  });
+}
+
+// The same for the TallConfig.
+template <int kHalfBits, class F>
+cudaError_t with_tall_config(const GemmLaunch& launch, F&& f) {
+  if (launch.form != Form::kExact) return cudaErrorInvalidValue;
+  return with_family<kHalfBits>(launch.family, [&](auto family) {
+    constexpr Family kFamily = decltype(family)::value;
+    switch (launch.rows) {
+      case 32:
+        return f(TallConfig<kHalfBits, kFamily, 32>{});
+      case 64:
+        return f(TallConfig<kHalfBits, kFamily, 64>{});
+      case 128:
+        return f(TallConfig<kHalfBits, kFamily, 128>{});
       default:
         return cudaErrorInvalidValue;
     }

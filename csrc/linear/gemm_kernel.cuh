@@ -1,4 +1,5 @@
 // out = diag-scaled Hadamard of (image * W), for 8 to 128 rows a tile: `stream` and `tile` in one.
+// On sm_90 tall_kernel.cuh takes the tiles of 32 rows and more.
 //
 // A strip (128 output channels, one Hadamard block) is the M side of mma.m16n8k16, the rows of the
 // batch are its N side. The warps of a block form groups; a group covers the 128 channels of a
@@ -31,10 +32,11 @@ namespace exl3 {
 
 // Whether the device code being compiled launches an instance; the host decides likewise.
 #if defined(__CUDA_ARCH__)
-inline constexpr Room kRoomHere = gemm_room(__CUDA_ARCH__ / 10);
+inline constexpr int kArchitectureHere = __CUDA_ARCH__ / 10;
 #else
-inline constexpr Room kRoomHere = Room::kSmall;
+inline constexpr int kArchitectureHere = 0;
 #endif
+inline constexpr Room kRoomHere = gemm_room(kArchitectureHere);
 template <class C>
 inline constexpr bool kLaunchedHere =
     C::kRoom == (gemm_gains_from_room(C::kRows) ? kRoomHere : Room::kSmall);
@@ -42,7 +44,7 @@ inline constexpr bool kLaunchedHere =
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     gemm_kernel(const __grid_constant__ GemmParams p) {
-  if constexpr (!kLaunchedHere<C>) return;
+  if constexpr (!kLaunchedHere<C> || tall_runs(kArchitectureHere, C::kRows)) return;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = warp / C::kGroupWarps, part = warp % C::kGroupWarps;
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
   const UnitRange range = unit_range(units, position, p.positions);
   release_dependents();
 
-  const uint32_t fetch_to = shared_address(ring) + Fetcher<C>::thread_bytes();
+  const uint32_t fetch_to = shared_address(ring) + C::fetching_bytes();
   Fetcher<C> fetcher(p, range);
   {
     // Weights depend on no other kernel, so the ring starts to fill while the input transform runs.

@@ -31,6 +31,9 @@ constexpr Room gemm_room(int architecture) {
   return architecture == 90 ? Room::kLarge : Room::kSmall;
 }
 
+// Tile heights of linear layers that warpgroups multiply (tall_kernel.cuh), on sm_90 alone.
+constexpr bool tall_runs(int architecture, int rows) { return architecture == 90 && rows >= 32; }
+
 // Tiles that were measured to gain from room, by 3 to 5 % (docs/kernels-cuda.md); 16 and 64 rows
 // lost.
 constexpr bool gemm_gains_from_room(int rows) { return rows == 8 || rows == 32 || rows == 128; }
@@ -45,7 +48,10 @@ constexpr int gemm_room_bytes(Room room, int rows) {
 // [k / 16][rows / 8 in pairs][lane][registers].
 constexpr int64_t image_bytes(int64_t k, int rows) { return k * rows * 2; }
 
-// fp32 partial sums that one thread block may publish: [rows][128].
+// Parts of strips that a thread block may publish: with tall tiles its first and its last strip.
+constexpr int parts_of_position(int rows) { return rows >= 32 ? 2 : 1; }
+
+// fp32 partial sums of one part: [rows][128].
 constexpr int64_t partial_bytes(int rows) { return int64_t{rows} * 128 * 4; }
 
 }  // namespace exl3

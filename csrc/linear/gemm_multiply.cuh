@@ -15,16 +15,22 @@ __device__ __forceinline__ uint32_t doubled(uint32_t pair) {
   return __byte_perm(pair, 0u, kHalf == 0 ? 0x1010u : 0x3232u);
 }
 
+// The t-th tile of 16 channels of a strip that a lane of a group's warp `part` decodes. Four tiles
+// lie interleaved word by word. In a warp of one tile eight lanes at a time take a tile each, so
+// that its lanes meet different banks; which rows of a product hold which channels is free.
+template <class C>
+__device__ __forceinline__ int tile_of_lane(int part, int lane, int t) {
+  if constexpr (C::kWarpTiles == 1) return (part & 4) | ((part + lane / 8) & 3);
+  return part * C::kWarpTiles + t;
+}
+
 template <class C>
 struct LaneState {
   LaneWords<C::kHalfBits> words;
-  uint32_t weight_offset;  // of this warp's tiles within a step
+  uint32_t weight_offset;  // of this lane's tiles within a step
   explicit __device__ __forceinline__ LaneState(int lane, int part) : words(lane) {
-    // Four tiles lie interleaved word by word, so a warp of two tiles takes half of each 16 bytes.
-    constexpr int kHalfStripBytes = C::R::words32 * 16;
-    weight_offset = C::kGroupWarps == 1   ? 0
-                    : C::kGroupWarps == 2 ? part * kHalfStripBytes
-                                          : (part >> 1) * kHalfStripBytes + (part & 1) * 8;
+    const int tile = tile_of_lane<C>(part, lane, 0);
+    weight_offset = (tile >> 2) * (C::R::words32 * 16) + (tile & 3) * 4;
   }
 };
 
@@ -50,9 +56,11 @@ struct TileWords {
     if constexpr (kLoad == 4) {
       const uint4 v = *reinterpret_cast<const uint4*>(from);
       out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-    } else {
+    } else if constexpr (kLoad == 2) {
       const uint2 v = *reinterpret_cast<const uint2*>(from);
       out[0] = v.x, out[1] = v.y;
+    } else {
+      out[0] = *reinterpret_cast<const uint32_t*>(from);
     }
   }
 };

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "linear/gemm_config.cuh"
+#include "linear/gemm_multiply.cuh"
 
 namespace exl3 {
 
@@ -13,7 +14,7 @@ __device__ __forceinline__ void spread_sums(float* sums, const Accumulators<C>& 
                                             int part, int lane) {
 #pragma unroll
   for (int t = 0; t < C::kWarpTiles; ++t) {
-    const int channel = (part * C::kWarpTiles + t) * 16 + lane / 4;
+    const int channel = tile_of_lane<C>(part, lane, t) * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
       if (8 * r + 7 < chunk || 8 * r >= chunk + C::kChunkRows) continue;

@@ -80,8 +80,10 @@ __global__ void __launch_bounds__(kRows * 32) transform_kernel(const TransformPa
   for (int i = 0; i < 2; ++i) {
     const int q = 2 * (lane % 4) + i;
     const int fragment_lane = (warp % 8) * 4 + q % 4, reg = q / 4;
-    const int at = kRows == 8 ? step * 64 + fragment_lane * 2 + reg
-                              : step * 128 + fragment_lane * 4 + (warp / 8) * 2 + reg;
+    const int at = p.core_matrices
+                       ? step * 128 + (warp / 8) * 64 + reg * 32 + (warp % 8) * 4 + q % 4
+                   : kRows == 8 ? step * 64 + fragment_lane * 2 + reg
+                                : step * 128 + fragment_lane * 4 + (warp / 8) * 2 + reg;
     image[at] = *reinterpret_cast<const uint32_t*>(&pair[i]);
   }
   __syncthreads();

@@ -22,6 +22,8 @@ struct TransformParams {
   int shards;
   int rows;  // of a row tile
   int row_tiles;
+  bool
+      core_matrices;  // the order for products of warpgroups instead of fragments; 16 rows and more
 };
 
 cudaError_t launch_transform(const TransformParams& params, bool dependent_launch,

@@ -8,6 +8,9 @@
 namespace exl3 {
 namespace {
 
+// Weights of a layer with few strips to share out.
+constexpr int64_t kSmallLayer = 16 << 20;
+
 // Row counts from which rebuilding the weight and a dense product is faster than decoding it in the
 // product, by architecture and size of the layer: small layers have too few strips to share out.
 // Measured on sm_90 (H200); elsewhere the tensor cores are slower against the decoder, so decoding
@@ -19,7 +22,7 @@ struct Crossover {
 };
 constexpr int64_t kAnySize = int64_t{1} << 62;
 constexpr Crossover kCrossovers[] = {
-    {100, kAnySize, 512}, {90, 16 << 20, 65},  {90, kAnySize, 129},
+    {100, kAnySize, 512}, {90, kSmallLayer, 193}, {90, kAnySize, 385},
     {86, kAnySize, 512},  {80, kAnySize, 384},
 };
 
@@ -35,17 +38,22 @@ int64_t dense_from(int architecture, const Problem& problem) {
 // Where the integer pipe and not memory limits few rows, skipping a rounding of the weights pays.
 bool fast_forms_pay(int architecture) { return architecture == 90; }
 
-int rows_of_tile(int64_t m) {
+// On sm_90 more tiles of fewer rows share the strips of a small layer out better.
+int rows_of_tile(int architecture, const Problem& problem) {
   for (const int rows : {8, 16, 32, 64}) {
-    if (m <= rows) return rows;
+    if (problem.m <= rows) return rows;
   }
-  return 128;
+  return tall_runs(architecture, 64) && problem.k * problem.n <= kSmallLayer ? 64 : 128;
 }
 
 bool matches(const PlanOverride& entry, const Problem& problem) {
   return (entry.k == 0 || entry.k == problem.k) && (entry.n == 0 || entry.n == problem.n) &&
          (entry.half_bits == 0 || entry.half_bits == problem.half_bits) &&
          (entry.family < 0 || entry.family == problem.family) && problem.m <= entry.m_upto;
+}
+
+int64_t row_tiles_of_launch(int64_t m, int rows) {
+  return (std::clamp<int64_t>(m, 1, kLaunchRows) + rows - 1) / rows;
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -67,10 +75,19 @@ int default_blocks(const DeviceFacts& device, const Problem& problem, int rows) 
   }
   // All multiprocessors full, unless the layer is so small that the warps of a block would not find
   // a k16 step each, or that a strip falls into so many parts that adding them up takes longer.
-  const int64_t full =
-      int64_t{device.multiprocessors} * gemm_blocks_of_sm(rows, device.shared_bytes);
-  const int64_t most =
-      std::min(work_units(problem.k, problem.n) / 8, problem.n / 128 * (rows <= 16 ? 12 : 6));
+  int64_t full = int64_t{device.multiprocessors} * gemm_blocks_of_sm(rows, device.shared_bytes);
+  int64_t most_parts = rows <= 16 ? 12 : 6;
+  if (tall_runs(device.architecture, rows)) {
+    // Blocks are equally long, so those of all row tiles run at once. Where equal parts of strips
+    // leave few multiprocessors idle, no block has parts of two strips. Blocks share the rows of a
+    // strip out among them, so more parts are no burden.
+    most_parts = 8;
+    full = std::max<int64_t>(1, full / row_tiles_of_launch(problem.m, rows));
+    const int64_t strips = problem.n / 128, parts = full / strips;
+    const bool equal = parts > 0 && problem.k / kUnitInputs % parts == 0;
+    if (equal && parts * strips * 100 >= full * 95) full = parts * strips;
+  }
+  const int64_t most = std::min(work_units(problem.k, problem.n) / 8, problem.n / 128 * most_parts);
   return static_cast<int>(std::clamp<int64_t>(full, 1, std::max<int64_t>(1, most)));
 }
 
@@ -80,7 +97,9 @@ Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOpti
     // Tiles of 32 and 64 rows have the same groups of warps, hence the same order of additions; the
     // number of blocks is the split of k and must not depend on the rows either.
     const int rows = problem.m <= 32 ? 32 : 64;
-    return {Kernel::kGemm, rows, 0, default_blocks(device, problem, 64)};
+    Problem any_rows = problem;
+    any_rows.m = 0;
+    return {Kernel::kGemm, rows, 0, default_blocks(device, any_rows, 64)};
   }
   for (const auto& entry : overrides) {
     if (!matches(entry, problem)) continue;
@@ -99,23 +118,25 @@ Plan make_plan(const DeviceFacts& device, const Problem& problem, const PlanOpti
     return {Kernel::kStream, 1, fast ? 1 : 0, blocks};
   }
   if (problem.m >= dense_from(device.architecture, problem)) return {Kernel::kDense, 0, 0, 0};
-  const int rows = rows_of_tile(problem.m);
+  const int rows = rows_of_tile(device.architecture, problem);
   return {Kernel::kGemm, rows, fast && rows == kFastRows ? 1 : 0,
           default_blocks(device, problem, rows)};
 }
 
 GemmWorkspace gemm_workspace(int64_t m, int64_t k, int64_t n, int64_t shards, const Plan& plan) {
-  const int64_t launch_rows = std::min(m, kLaunchRows);
-  const int64_t row_tiles = (launch_rows + plan.rows - 1) / plan.rows;
+  const int64_t row_tiles = row_tiles_of_launch(m, plan.rows);
   const int64_t positions = std::min<int64_t>(plan.blocks, work_units(k, n));
   GemmWorkspace workspace{};
   workspace.image = 0;
   workspace.block_sums = aligned(shards * row_tiles * image_bytes(k, plan.rows));
   const int64_t sums = plan.form == 0 ? 0 : shards * row_tiles * plan.rows * (k / 128) * 4;
   workspace.partials = workspace.block_sums + aligned(sums);
-  workspace.flags = workspace.partials + aligned(row_tiles * positions * partial_bytes(plan.rows));
+  workspace.flags =
+      workspace.partials +
+      aligned(row_tiles * positions * parts_of_position(plan.rows) * partial_bytes(plan.rows));
   // Shards of different rates are launches of their own, and each has its own flags.
-  workspace.total = workspace.flags + aligned(shards * row_tiles * positions * 4);
+  workspace.total =
+      workspace.flags + aligned(shards * row_tiles * positions * parts_of_position(plan.rows) * 4);
   return workspace;
 }
 

@@ -74,22 +74,21 @@ struct MoeFetcher {
       : p(params), segment(range.begin), end(range.end), left(0), weights(nullptr), rows(nullptr) {}
 
   __device__ __forceinline__ void restart(int begin) { segment = begin, left = 0; }
-  static __device__ __forceinline__ uint32_t thread_bytes() { return Fetcher<C>::thread_bytes(); }
 
   __device__ __forceinline__ void next_segment() {
     const int steps = p.k / 16, piece = p.by_steps.divide(segment);
     const int stop = min(end, (piece + 1) * steps);
-    const UnitRange share = share_of_group<C>(segment, stop, Fetcher<C>::group());
+    const UnitRange share = share_of_group<C>(segment, stop, C::fetching_group());
     const int half = p.pair ? piece & 1 : 0;
     const MoeItem item = moe_item<C>(p, p.pair ? piece >> 1 : piece);
     const int first_step = share.begin - piece * steps;
     const int64_t word = __ldg(reinterpret_cast<const long long*>(
         (half == 0 ? p.table[0] : p.table[1]) + int64_t{item.expert} * 2));
     left = share.end - share.begin;
-    weights = p.weights + 2 * word + thread_bytes() +
+    weights = p.weights + 2 * word + C::fetching_bytes() +
               (int64_t{item.strip} * steps + first_step) * C::kStepWeightBytes;
-    rows = (half == 0 ? p.image[0] : p.image[1]) + item.tile * p.image_tile_bytes + thread_bytes() +
-           int64_t{first_step} * C::kStepRowBytes;
+    rows = (half == 0 ? p.image[0] : p.image[1]) + item.tile * p.image_tile_bytes +
+           C::fetching_bytes() + int64_t{first_step} * C::kStepRowBytes;
     segment = stop;
   }
   __device__ __forceinline__ bool ready() {
@@ -104,7 +103,8 @@ struct MoeFetcher {
       for (int i = 0; i < kStageBytes_; i += kStride) copy_16(i);
       return;
     }
-    const int bytes = min(left, C::kStageSteps) * kStepBytes_ - static_cast<int>(thread_bytes());
+    const int bytes =
+        min(left, C::kStageSteps) * kStepBytes_ - static_cast<int>(C::fetching_bytes());
 #pragma unroll
     for (int i = 0; i < kStageBytes_; i += kStride) {
       if (i < bytes) copy_16(i);

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
   const UnitRange range{units.begin(position), units.end(position)};
   const int steps_of_matrix = p.k / 16;
 
-  const uint32_t fetch_to = shared_address(ring) + MoeFetcher<C>::thread_bytes();
+  const uint32_t fetch_to = shared_address(ring) + C::fetching_bytes();
   MoeFetcher<C> fetcher(p, range);
   // Weights depend on no kernel before, so the ring fills with them while the others still run;
   // rows follow once they are there. One loop for both: code that runs once costs by the

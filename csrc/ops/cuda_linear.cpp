@@ -90,8 +90,9 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
   const int shard_count = static_cast<int>(weights.shards.size());
   const bool dependent = options().dependent_launch && facts.architecture >= 90;
   auto* flags = reinterpret_cast<uint32_t*>(workspace + parts.flags);
-  const int64_t launch_flags =
-      row_tiles * std::min<int64_t>(plan.blocks, work_units(weights.k, weights.n));
+  const int64_t launch_flags = row_tiles *
+                               std::min<int64_t>(plan.blocks, work_units(weights.k, weights.n)) *
+                               parts_of_position(plan.rows);
   auto* sums = plan.form == 1 ? reinterpret_cast<float*>(workspace + parts.block_sums) : nullptr;
 
   TransformParams transform{};
@@ -110,6 +111,7 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
   transform.shards = shard_count;
   transform.rows = plan.rows;
   transform.row_tiles = row_tiles;
+  transform.core_matrices = tall_runs(facts.architecture, plan.rows);
   check_launch("the input transform", launch_transform(transform, dependent, stream));
 
   std::array<bool, kMaxShards> done{};
@@ -138,9 +140,13 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
     params.partials = reinterpret_cast<float*>(workspace + parts.partials);
     params.flags = flags + launches++ * launch_flags;
     params.constants = kind.constants();
-    const GemmLaunch launch{plan.rows,     plan.form == 1 ? Form::kFast : Form::kExact,
-                            kind.family(), dependent,
-                            stream,        gemm_room(facts.architecture)};
+    const GemmLaunch launch{plan.rows,
+                            plan.form == 1 ? Form::kFast : Form::kExact,
+                            kind.family(),
+                            dependent,
+                            stream,
+                            gemm_room(facts.architecture),
+                            transform.core_matrices};
     check_launch("the product", with_rate(kind.half_bits, [&](auto rate) {
                    return launch_gemm<decltype(rate)::half_bits>(params, launch);
                  }));

@@ -72,7 +72,8 @@ def problems(usages: list[Usage], most_registers: int = 255) -> list[str]:
     wrong = []
     for usage in usages:
         name = f"sm_{usage.architecture} {usage.kernel}"
-        allowed = PARKED_BYTES if "gemm_kernel" in usage.kernel else 0
+        product = "gemm_kernel" in usage.kernel or "tall_kernel" in usage.kernel
+        allowed = PARKED_BYTES if product else 0
         if usage.stack_bytes > allowed:
             wrong.append(
                 f"{name}: {usage.stack_bytes} bytes of stack a thread, at most {allowed} allowed"

@@ -28,7 +28,9 @@ def compile_object(source: Path, architecture: int, target: Path, *flags: str) -
     """
     nvcc = cuda_tools.find_nvcc(exactly=RELEASE)
     kind = "-cubin" if target.suffix == ".cubin" else "-c"
-    command = [nvcc, kind, *FLAGS, *flags, f"-arch=sm_{architecture}", source, "-o", target]
+    name = "90a" if architecture == 90 else str(architecture)  # as csrc/cuda.cmake
+    code = f"-gencode=arch=compute_{name},code=sm_{name}"
+    command = [nvcc, kind, *FLAGS, *flags, code, source, "-o", target]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{source} for sm_{architecture}:\n{done.stdout}{done.stderr}")
@@ -79,7 +81,7 @@ def main_loops(code: Path) -> dict[str, list[str]]:
         name, *lines = part.splitlines()
         lines = [line.strip() for line in lines if re.match(r"\s+/\*[0-9a-f]{4,5}\*/", line)]
         waits = [i for i, line in enumerate(lines) if "DEPBAR.LE" in line]
-        products = [i for i, line in enumerate(lines) if "HMMA" in line]
+        products = [i for i, line in enumerate(lines) if "HMMA" in line or "HGMMA" in line]
         if waits and products and waits[0] < products[-1]:
             loops[name.strip()] = lines[waits[0] : products[-1] + 1]
     return loops

@@ -34,8 +34,8 @@ constexpr Room gemm_room(int architecture) {
 // Tile heights of linear layers that warpgroups multiply (tall_kernel.cuh), on sm_90 alone.
 constexpr bool tall_runs(int architecture, int rows) { return architecture == 90 && rows >= 32; }
 
-// Tiles that were measured to gain from room, by 3 to 5 % (docs/kernels-cuda.md); 16 and 64 rows
-// lost.
+// Tiles of gemm_kernel and of the experts' kernel that were measured to gain from room, by 3 to 5 %
+// (docs/kernels-cuda.md); 16 and 64 rows lost.
 constexpr bool gemm_gains_from_room(int rows) { return rows == 8 || rows == 32 || rows == 128; }
 
 // Bytes of shared memory for a block, so that as many fit as the registers allow. Of two blocks

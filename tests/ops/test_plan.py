@@ -64,6 +64,22 @@ def test_every_answer_is_legal(device):
             assert plan.blocks <= k // 16 * (n // 128), case
 
 
+def test_tall_blocks_of_all_row_tiles_run_at_once():
+    """On sm_90 a row tile gets its part of the multiprocessors, and no one is left out."""
+    device = DEVICES["H200"]
+    seen = set()
+    for (k, n), (codebook, bits) in itertools.product(SHAPES, RATES):
+        for m, plan in plans(device, k, n, codebook, bits).items():
+            if plan.kernel != ops.GEMM or plan.rows < 32:
+                continue
+            tiles = -(-min(m, 512) // plan.rows)
+            assert plan.blocks * tiles <= device.multiprocessors, (m, k, n, plan)
+            # A strip that many blocks share is shared by as few as any card runs at once.
+            assert plan.blocks <= 8 * (n // 128), (m, k, n, plan)
+            seen.add(tiles)
+    assert {1, 2, 3} <= seen
+
+
 @on_devices
 def test_exact_means_exact(device):
     for (k, n), (codebook, bits) in itertools.product(SHAPES, RATES):

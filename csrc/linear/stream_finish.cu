@@ -11,11 +11,13 @@ namespace exl3 {
 namespace {
 
 constexpr int kWarps = 2;  // of a thread block; a warp finishes one strip
-constexpr int kBatch = 4;  // loads under way at a time
 
-// Bounded to kFinishRegisters by the number of blocks, so that it fits beside the product.
+// Bounded to kFinishRegisters by the number of blocks, so that it fits beside the product. The plan
+// uses it on sm_90 alone, so it is empty elsewhere.
 __global__ void __launch_bounds__(32 * kWarps, 65536 / (32 * kWarps * kFinishRegisters))
     finish_kernel(const __grid_constant__ FinishParams p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+  constexpr int kBatch = 4;  // loads under way at a time
   release_dependents();
   const int lane = threadIdx.x % 32;
   const int strip = blockIdx.x * kWarps + threadIdx.x / 32;
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(32 * kWarps, 65536 / (32 * kWarps * kFinishReg
       store_channels(p.out, shard.columns, 0, channel, unpack_scales(raw_scales), z);
     }
   }
+#endif
 }
 
 }  // namespace

@@ -14,10 +14,12 @@ namespace {
 constexpr int kWarps = 8;  // of a thread block; a warp takes one slot, a block 128 outputs
 constexpr int kThreads = 32 * kWarps;
 
-// Registers that leave room for it beside a product, where it waits for its turn.
+// Registers that leave room for it beside a product, where it waits for its turn. Empty where the
+// route for few tokens is not used.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 65536 / (kThreads * kFinishRegisters))
     moe_finish_kernel(const __grid_constant__ MoeFinishParams p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   __shared__ MoeRoute route;
   __shared__ __align__(16) float rows[kWarps][128];
   release_dependents();
@@ -68,6 +70,7 @@ __global__ void __launch_bounds__(kThreads, 65536 / (kThreads * kFinishRegisters
   if (threadIdx.x < 128 && column < p.n_out) {
     static_cast<T*>(p.out)[int64_t{token} * p.n_out + column] = static_cast<T>(sum);
   }
+#endif
 }
 
 }  // namespace

@@ -68,7 +68,7 @@ loop itself keeps off the stack is a test's business (tests/build)."""
 
 
 SET_DOWN_BYTES = 8
-"""The same of the rebuild, straight code that sets a register down once for each 128 x 128 weights."""
+"""The same of the rebuild: straight code that sets a register down once for 128 x 128 weights."""
 
 
 def problems(usages: list[Usage], most_registers: int = 255) -> list[str]:

@@ -12,7 +12,7 @@ namespace exl3 {
 #define EXL3_SM90(...)
 #endif
 
-// A barrier whose phase so many arrivals complete, and the bytes that they announce.
+// A barrier whose phase is complete after so many arrivals and the bytes that they announce.
 __device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals) {
   EXL3_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -40,14 +40,7 @@ __device__ __forceinline__ void await_phase(uint32_t barrier, uint32_t parity) {
       "r"(parity) : "memory");
 }
 
-// Copies a multiple of 16 bytes; `policy` is an L2 cache policy.
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes,
-                                          uint32_t barrier, uint64_t policy) {
-  EXL3_SM90(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
+// Copies a multiple of 16 bytes, which the barrier counts as they arrive.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes,
                                           uint32_t barrier) {
   EXL3_SM90(

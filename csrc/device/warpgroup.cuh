@@ -1,9 +1,9 @@
-// Products of a warpgroup (four warps), which sm_90 runs beside everything else a scheduler does.
+// Products of a warpgroup (four warps): 64 channels by 16 inputs of weights, decoded into registers
+// in the order of m16n8k16, times all rows of a tile, which the tensor core reads from shared
+// memory itself. For sm_90a alone.
 //
 // `mma.sync` holds its scheduler up for 6 cycles a product on sm_90, whatever is interleaved with
-// it. `wgmma` reads the activations from shared memory itself and runs on its own: 64 channels by
-// 16 inputs of weights, decoded into registers in the order of m16n8k16, times all rows of a tile.
-// It exists for sm_90a alone.
+// it. `wgmma` runs while its warp goes on, and beside decoding costs a scheduler half of that.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ __device__ __forceinline__ void lower_registers() {
   EXL3_WGMMA("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Registers that products read were written before this.
+// Registers and shared memory that products read were written before this.
 __device__ __forceinline__ void begin_products() {
   EXL3_WGMMA("wgmma.fence.sync.aligned;" :: : "memory");
 }

@@ -2,8 +2,8 @@
 //
 // Warpgroups multiply (`wgmma`), so a scheduler decodes while its tensor core works; bulk copies by
 // two warps of their own bring weights and activations, and barriers in shared memory say which
-// stages of a ring are full and which are free. Work, order of k and the end of a segment are those
-// of gemm_kernel.
+// stages of a ring are full and which are free. Units of work and the order of k are those of
+// gemm_kernel, their split among blocks and the end of a segment are not (tall_finish.cuh).
 #pragma once
 
 #include <cstdint>
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(C::kLaunchThreads, 1)
   const int group = fetches ? warp - C::kWarps : warp / C::kGroupWarps;
   const TallRing<C> ring(shared_address(shared), group);
 
-  // Later positions are started first, because an owner waits for positions after its own.
+  // Later positions are started first, because what finishes a strip waits for positions after it.
   const int position = p.positions - 1 - static_cast<int>(blockIdx.x);
   const int strip_steps = p.k / 16;
   const EvenSplit split = EvenSplit::of(p.strips * strip_steps, p.positions);

@@ -69,6 +69,7 @@ struct GemmConfig {
   static __device__ __forceinline__ uint32_t fetching_bytes() {
     return 16 * (threadIdx.x % kGroupThreads);
   }
+  static __device__ __forceinline__ void block_barrier() { __syncthreads(); }
   static_assert(kStages >= 2);
   static_assert(kForm == Form::kExact || kRows == kFastRows, "with more rows they do not pay");
   static_assert(kRows % kChunkRows == 0 && kStageSteps % 2 == 0);

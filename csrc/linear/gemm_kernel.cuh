@@ -88,14 +88,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
   for (int begin = range.begin; begin < range.end;) {
     const int strip = begin / strip_steps;
     const int end = min(range.end, (strip + 1) * strip_steps);
-#pragma unroll
-    for (int t = 0; t < C::kWarpTiles; ++t) {
-#pragma unroll
-      for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[t][r][i] = 0.0f;
-      }
-    }
+    clear_accumulators<C>(acc);
 
     const UnitRange share = share_of_group<C>(begin, end, group);
 #pragma unroll 1
@@ -153,17 +146,9 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     float* partials = p.partials + int64_t{row_tile} * p.positions * (C::kRows * 128);
     uint32_t* flags = p.flags + int64_t{row_tile} * p.positions;
     const int rows_left = p.m - row_tile * C::kRows;
-    // The sums of the groups meet in shared memory, a chunk of rows at a time; each row is finished
-    // by one warp, which adds groups and then positions in their order.
+    // Each row is finished by one warp, which adds groups and then positions in their order.
     float z[C::kWarpRows][4];
-    for_constant<C::kRows / C::kChunkRows>([&](auto index) {
-      constexpr int kChunk = decltype(index)::value * C::kChunkRows;
-      if (kChunk >= rows_left) return;
-      __syncthreads();
-      spread_sums<C, kChunk>(sums, acc, group, part, lane);
-      __syncthreads();
-      collect_sums<C, kChunk>(sums, z, warp, lane);
-    });
+    sum_groups<C>(sums, acc, z, rows_left, warp, lane);
 
     if (!owner) {
 #pragma unroll

@@ -68,6 +68,18 @@ struct TileWords {
 template <class C>
 using Accumulators = float[C::kWarpTiles][C::kRowTiles][4];
 
+template <class C>
+__device__ __forceinline__ void clear_accumulators(Accumulators<C>& acc) {
+#pragma unroll
+  for (int t = 0; t < C::kWarpTiles; ++t) {
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[t][r][i] = 0.0f;
+    }
+  }
+}
+
 // B fragments of one k16 step.
 template <class C>
 using RowFragments = uint32_t[C::kRowTiles][2];

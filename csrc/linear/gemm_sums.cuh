@@ -51,6 +51,23 @@ __device__ __forceinline__ void collect_sums(const float* sums, float (&z)[C::kW
   }
 }
 
+// The sums of the groups, which meet in shared memory a chunk of rows at a time; afterwards a warp
+// has whole rows. `rows`: those there are.
+template <class C>
+__device__ __forceinline__ void sum_groups(float* sums, const Accumulators<C>& acc,
+                                           float (&z)[C::kWarpRows][4], int rows, int warp,
+                                           int lane) {
+  const int group = warp / C::kGroupWarps, part = warp % C::kGroupWarps;
+  for_constant<C::kRows / C::kChunkRows>([&](auto index) {
+    constexpr int kChunk = decltype(index)::value * C::kChunkRows;
+    if (kChunk >= rows) return;
+    C::block_barrier();
+    spread_sums<C, kChunk>(sums, acc, group, part, lane);
+    C::block_barrier();
+    collect_sums<C, kChunk>(sums, z, warp, lane);
+  });
+}
+
 // Adds the partial sums of positions first to last. At least eight loads are under way at a time,
 // because each takes the better part of a microsecond.
 template <class C>

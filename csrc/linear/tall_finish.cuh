@@ -156,7 +156,6 @@ __device__ __forceinline__ void finish_segment(const GemmParams& p, const EvenSp
                                                int begin, int position, float* sums,
                                                const Accumulators<C>& acc, int warp, int lane) {
   const int strip_steps = p.k / 16, strip = begin / strip_steps;
-  const int group = warp / C::kGroupWarps, part = warp % C::kGroupWarps;
   const int row_tile = blockIdx.y;
   const GemmShard& shard = shard_of_strip(p, strip);
   const int channel = (strip - shard.columns.strip_begin) * 128 + 4 * lane;
@@ -166,17 +165,8 @@ __device__ __forceinline__ void finish_segment(const GemmParams& p, const EvenSp
   const uint32_t* flags = p.flags + int64_t{row_tile} * p.positions * 2;
   const int rows_left = p.m - row_tile * C::kRows;
 
-  // The sums of the groups meet in shared memory, a chunk of rows at a time; a warp reads whole
-  // rows.
   float z[C::kWarpRows][4];
-  for_constant<C::kRows / C::kChunkRows>([&](auto index) {
-    constexpr int kChunk = decltype(index)::value * C::kChunkRows;
-    if (kChunk >= rows_left) return;
-    C::block_barrier();
-    spread_sums<C, kChunk>(sums, acc, group, part, lane);
-    C::block_barrier();
-    collect_sums<C, kChunk>(sums, z, warp, lane);
-  });
+  sum_groups<C>(sums, acc, z, rows_left, warp, lane);
 
   uint32_t mine = 0;  // rows of this warp that this block finishes
 #pragma unroll

@@ -160,11 +160,7 @@ __global__ void __launch_bounds__(C::kLaunchThreads, 1)
 #pragma unroll 1
   for (int begin = range.begin; begin < range.end;) {
     const int end = min(range.end, (begin / strip_steps + 1) * strip_steps);
-#pragma unroll
-    for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[0][r][i] = 0.0f;
-    }
+    clear_accumulators<C>(acc);
     int held = -1;  // the stage before, which the last product may still read
     // Every lane says so for itself: the race checker orders no lane's reads by another's arrival.
     const auto free_held = [&] {

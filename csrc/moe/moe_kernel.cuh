@@ -197,14 +197,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     const int item_index = p.pair ? piece >> 1 : piece;
     const int item_begin = item_index * units.item_steps;
     const int item_end = item_begin + units.item_steps;
-#pragma unroll
-    for (int t = 0; t < C::kWarpTiles; ++t) {
-#pragma unroll
-      for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[t][r][i] = 0.0f;
-      }
-    }
+    clear_accumulators<C>(acc);
 
     // Only the tallest tile is worth asking how full it is.
     int present = 0;
@@ -256,14 +249,7 @@ __global__ void __launch_bounds__(C::kThreads, EXL3_GEMM_BLOCKS(C::kRows))
     // Looked up only now: the main loop has no registers for it.
     const MoeItem item = moe_item<C>(p, item_index);
     float z[C::kWarpRows][4] = {};
-    for_constant<C::kRows / C::kChunkRows>([&](auto index) {
-      constexpr int kChunk = decltype(index)::value * C::kChunkRows;
-      if (kChunk >= item.rows) return;
-      __syncthreads();
-      spread_sums<C, kChunk>(sums, acc, group, part, lane);
-      __syncthreads();
-      collect_sums<C, kChunk>(sums, z, warp, lane);
-    });
+    sum_groups<C>(sums, acc, z, item.rows, warp, lane);
 
     // Partial sums of single products and of gate, of up, and what owners set aside of gate.
     const int64_t half = int64_t{p.positions} * (C::kRows * 128);

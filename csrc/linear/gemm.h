@@ -40,7 +40,6 @@ struct GemmLaunch {
   bool dependent_launch;
   cudaStream_t stream;
   Room room = Room::kSmall;  // kLarge on sm_90, whose code has nothing else for some row counts
-  bool tall = false;         // by warpgroups: tall_runs; the image is in their order then
 };
 
 // One function a rate, each in a file of its own: kHalfBits is twice the bits per weight.

@@ -27,20 +27,9 @@ cudaError_t with_gemm_config(const GemmLaunch& launch, F&& f) {
       if (launch.rows != kFastRows) return cudaErrorInvalidValue;
       return with_gemm_room<kHalfBits, kFamily, Form::kFast, kFastRows>(launch, f);
     }
-    switch (launch.rows) {
-      case 8:
-        return with_gemm_room<kHalfBits, kFamily, Form::kExact, 8>(launch, f);
-      case 16:
-        return with_gemm_room<kHalfBits, kFamily, Form::kExact, 16>(launch, f);
-      case 32:
-        return with_gemm_room<kHalfBits, kFamily, Form::kExact, 32>(launch, f);
-      case 64:
-        return with_gemm_room<kHalfBits, kFamily, Form::kExact, 64>(launch, f);
-      case 128:
-        return with_gemm_room<kHalfBits, kFamily, Form::kExact, 128>(launch, f);
-      default:
-        return cudaErrorInvalidValue;
-    }
+    return with_rows<8, 16, 32, 64, 128>(launch.rows, [&](auto rows) {
+      return with_gemm_room<kHalfBits, kFamily, Form::kExact, decltype(rows)::value>(launch, f);
+    });
   });
 }
 
@@ -50,16 +39,9 @@ cudaError_t with_tall_config(const GemmLaunch& launch, F&& f) {
   if (launch.form != Form::kExact) return cudaErrorInvalidValue;
   return with_family<kHalfBits>(launch.family, [&](auto family) {
     constexpr Family kFamily = decltype(family)::value;
-    switch (launch.rows) {
-      case 32:
-        return f(TallConfig<kHalfBits, kFamily, 32>{});
-      case 64:
-        return f(TallConfig<kHalfBits, kFamily, 64>{});
-      case 128:
-        return f(TallConfig<kHalfBits, kFamily, 128>{});
-      default:
-        return cudaErrorInvalidValue;
-    }
+    return with_rows<32, 64, 128>(launch.rows, [&](auto rows) {
+      return f(TallConfig<kHalfBits, kFamily, decltype(rows)::value>{});
+    });
   });
 }
 

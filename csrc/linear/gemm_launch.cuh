@@ -22,7 +22,7 @@ cudaError_t launch_config(Kernel* kernel, int threads, GemmParams& params,
 
 template <int kHalfBits>
 cudaError_t launch_gemm(GemmParams& params, const GemmLaunch& launch) {
-  if (launch.tall) {
+  if (tall_runs(launch.room, launch.rows)) {
     return with_tall_config<kHalfBits>(launch, [&](auto config) {
       using C = decltype(config);
       return launch_config<C>(tall_kernel<C>, C::kLaunchThreads, params, launch);
@@ -30,7 +30,11 @@ cudaError_t launch_gemm(GemmParams& params, const GemmLaunch& launch) {
   }
   return with_gemm_config<kHalfBits>(launch, [&](auto config) {
     using C = decltype(config);
-    return launch_config<C>(gemm_kernel<C>, C::kThreads, params, launch);
+    if constexpr (tall_runs(C::kRoom, C::kRows)) {
+      return cudaErrorInvalidValue;  // of experts alone
+    } else {
+      return launch_config<C>(gemm_kernel<C>, C::kThreads, params, launch);
+    }
   });
 }
 

@@ -31,8 +31,12 @@ constexpr Room gemm_room(int architecture) {
   return architecture == 90 ? Room::kLarge : Room::kSmall;
 }
 
-// Tile heights of linear layers that warpgroups multiply (tall_kernel.cuh), on sm_90 alone.
-constexpr bool tall_runs(int architecture, int rows) { return architecture == 90 && rows >= 32; }
+// Tile heights of linear layers that warpgroups multiply (tall_kernel.cuh), in code for sm_90
+// alone. The image is in their order then.
+constexpr bool tall_runs(Room room, int rows) { return room == Room::kLarge && rows >= 32; }
+constexpr bool tall_runs(int architecture, int rows) {
+  return tall_runs(gemm_room(architecture), rows);
+}
 
 // Tiles of gemm_kernel and of the experts' kernel that were measured to gain from room, by 3 to 5 %
 // (docs/kernels-cuda.md); 16 and 64 rows lost.

@@ -20,6 +20,14 @@ cudaError_t with_family(Family family, F&& f) {
   return cudaErrorInvalidValue;
 }
 
+// Calls f with the row count of a tile as a constant; refuses one that is not among kRows.
+template <int... kRows, class F>
+cudaError_t with_rows(int rows, F&& f) {
+  cudaError_t error = cudaErrorInvalidValue;
+  (void)((rows == kRows && (error = f(std::integral_constant<int, kRows>{}), true)) || ...);
+  return error;
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads,
                           size_t shared_bytes, bool dependent_launch, cudaStream_t stream,

@@ -18,6 +18,7 @@
 #include "linear/rebuild.h"
 #include "linear/stream.h"
 #include "ops/cuda_problem.h"
+#include "ops/plan_table.h"
 #include "ops/stream.h"
 
 namespace exl3::ops {
@@ -140,13 +141,9 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
     params.partials = reinterpret_cast<float*>(workspace + parts.partials);
     params.flags = flags + launches++ * launch_flags;
     params.constants = kind.constants();
-    const GemmLaunch launch{plan.rows,
-                            plan.form == 1 ? Form::kFast : Form::kExact,
-                            kind.family(),
-                            dependent,
-                            stream,
-                            gemm_room(facts.architecture),
-                            transform.core_matrices};
+    const GemmLaunch launch{plan.rows,     plan.form == 1 ? Form::kFast : Form::kExact,
+                            kind.family(), dependent,
+                            stream,        gemm_room(facts.architecture)};
     check_launch("the product", with_rate(kind.half_bits, [&](auto rate) {
                    return launch_gemm<decltype(rate)::half_bits>(params, launch);
                  }));
@@ -257,24 +254,6 @@ void run_dense(const Weights& weights, const Activations& x, const Bias& bias, T
                  launch_add_bias(static_cast<uint16_t*>(y.mutable_data_ptr()), x.dtype, bias.data,
                                  bias.dtype, x.m, weights.n_out, stream));
   }
-}
-
-// A plan from its four numbers: kernel, rows, form, blocks. One that no kernel can carry out is an
-// error here, before anything divides by its rows.
-Plan read_plan(const char* op, const int64_t* fields) {
-  const int64_t kernel = fields[0], rows = fields[1], form = fields[2], blocks = fields[3];
-  const bool legal_rows = rows == 8 || rows == 16 || rows == 32 || rows == 64 || rows == 128;
-  const bool gemm = kernel == 0 && legal_rows && (form == 0 || (form == 1 && rows == kFastRows)) &&
-                    blocks >= 0 && blocks < (1 << 20);
-  const bool stream =
-      kernel == 2 && rows == 1 && (form == 0 || form == 1) && blocks >= 0 && blocks < (1 << 20);
-  STD_TORCH_CHECK(gemm || stream || kernel == 1, op, ": plan (", kernel, ", ", rows, ", ", form,
-                  ", ", blocks,
-                  ") is none: kernel 0 with rows 8, 16, 32, 64, 128 (form 1 with 8 alone) and "
-                  "blocks from 0, kernel 1, or kernel 2 with rows 1 and blocks from 0");
-  if (kernel == 1) return {Kernel::kDense, 0, 0, 0};
-  return {kernel == 2 ? Kernel::kStream : Kernel::kGemm, static_cast<int>(rows),
-          static_cast<int>(form), static_cast<int>(blocks)};
 }
 
 Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor& suh,
@@ -416,16 +395,7 @@ void set_option(std::string name, int64_t value) {
 }
 
 void set_plan_table(std::vector<int64_t> table) {
-  constexpr size_t kFields = 9;
-  STD_TORCH_CHECK(table.size() % kFields == 0, "exl3::set_plan_table: ", table.size(),
-                  " numbers, expected ", kFields, " for each row");
-  std::vector<PlanOverride> overrides;
-  for (size_t i = 0; i < table.size(); i += kFields) {
-    const int64_t* f = table.data() + i;
-    overrides.push_back({f[0], f[1], static_cast<int>(f[2]), static_cast<int>(f[3]), f[4],
-                         read_plan("exl3::set_plan_table", f + 5)});
-  }
-  options().overrides = std::move(overrides);
+  options().overrides = read_plan_table("exl3::set_plan_table", table);
 }
 
 }  // namespace

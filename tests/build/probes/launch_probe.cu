@@ -69,7 +69,6 @@ int main(int count, char** arguments) {
         launch.form = form;
         launch.family = family;
         launch.room = gemm_room(std::atoi(arguments[1]));
-        launch.tall = tall_runs(std::atoi(arguments[1]), rows);
         // Blocks of a multiprocessor that the plan for so many rows counts on; 0 when the plan is
         // another one and this kernel is there for calibration only.
         const DeviceFacts device{std::atoi(arguments[1]), kMultiprocessors,

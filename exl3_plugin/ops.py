@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from exl3_plugin import env
+from exl3_plugin import env, fused
 from exl3_plugin.format import BLOCK, CODEBOOKS, TILE
 
 SHARD_FIELDS = 5
@@ -106,6 +106,7 @@ def load() -> None:
     torch.library.register_fake("exl3::encode_tiles", _encode_tiles_fake)
     if hasattr(torch.ops.exl3, "moe"):
         torch.library.register_fake("exl3::moe", _moe_fake)
+    fused.register()
     _cuda_error = _load_cuda()
     _apply(options)
 

@@ -195,6 +195,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(exl3, m) {
   m.def(
       "linear(Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor? bias, int[] shards, "
       "int k_begin=0) -> Tensor");
+  // What stands before a layer, computed inside it: docs/kernels.md says how each is rounded. On a
+  // CPU both are exl3_plugin/fused.py, in terms of torch's own operators and `linear`.
+  m.def(
+      "norm_linear(Tensor x, Tensor residual, Tensor norm_weight, float epsilon, Tensor trellis, "
+      "Tensor suh, Tensor svh, Tensor? bias, int[] shards, int k_begin) -> (Tensor, Tensor)");
+  m.def(
+      "gated_linear(Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor? bias, int[] shards, "
+      "int k_begin) -> Tensor");
   m.def("reconstruct(Tensor trellis, int codebook) -> Tensor");
   m.def("cpu_isa() -> str");
 }

@@ -178,6 +178,7 @@ class Exl3Config(QuantizationConfig):
         """The method for one layer; None leaves vLLM's own unquantised one in place."""
         from vllm.model_executor.layers.fused_moe import RoutedExperts
 
+        from exl3_plugin import fusion
         from exl3_plugin.head import Exl3HeadMethod, LookupOnlyMethod
         from exl3_plugin.linear import Exl3LinearMethod
 
@@ -193,6 +194,7 @@ class Exl3Config(QuantizationConfig):
                     f"{prefix}: part of this layer is EXL3, but the checkpoint has no "
                     f"{', '.join(missing)}; the checkpoint {self.checkpoint.path} is incomplete"
                 )
+            fusion.install(get_current_vllm_config_or_none())
             return Exl3LinearMethod(self, prefix, [module for _, module in members])
         if isinstance(layer, ParallelLMHead):
             module = self.find(prefix)

@@ -85,6 +85,15 @@ VARIABLES: dict[str, Variable] = {
             parse=_switch,
         ),
         Variable(
+            name="EXL3_FUSE",
+            type="0 | 1",
+            default=None,
+            help="whether vLLM's compiled graphs compute a norm or a gated activation inside the "
+            "layer behind it; where it is not set, on GPUs that it was measured on (compute "
+            "capability 9.0)",
+            parse=_switch,
+        ),
+        Variable(
             name="EXL3_PROFILE",
             type="path",
             default=None,

@@ -12,7 +12,8 @@ import functools
 
 import torch
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of activations on a CPU; the CUDA kernels take the last two."""
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def gated_linear_cpu(
 def _check_norm(x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> None:
     """Refuse what the CUDA kernels refuse as well; what follows is `exl3::linear`'s to check."""
     where = "exl3::norm_linear"
-    if x.dtype not in _DTYPES or x.dim() < 1:
+    if x.dtype not in DTYPES or x.dim() < 1:
         raise ValueError(
             f"{where}: x is {_described(x)}, expected float32, bfloat16 or float16 [..., k]"
         )
@@ -108,7 +109,7 @@ def _check_norm(x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tens
 
 
 def _check_gated(x: torch.Tensor) -> None:
-    if x.dtype not in _DTYPES or x.dim() < 1 or x.shape[-1] % 2:
+    if x.dtype not in DTYPES or x.dim() < 1 or x.shape[-1] % 2:
         raise ValueError(
             f"exl3::gated_linear: x is {_described(x)}, expected float32, bfloat16 or float16 "
             "[..., 2 k], gate before up"

@@ -111,11 +111,19 @@ def reason_against(dispatch_key: str, capability: tuple[int, int] | None) -> str
         return "EXL3_FUSE=0"
     if env.batch_invariant():
         return "VLLM_BATCH_INVARIANT=1 asks for one arithmetic, with and without a compiler"
-    for name in ("exl3::norm_linear", "exl3::gated_linear"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
-            return f"this build of exl3-fleet has no {name} for {dispatch_key}"
+    missing = _missing(dispatch_key)
+    if missing is not None:
+        return f"this build of exl3-fleet has no {missing} for {dispatch_key}"
     if wanted is None and capability not in MEASURED:
         return "faster on compute capability 9.0, not measured here; EXL3_FUSE=1 asks for it"
+    return None
+
+
+def _missing(dispatch_key: str) -> str | None:
+    """The first operator that a device has no kernel for."""
+    for name in ("exl3::norm_linear", "exl3::gated_linear"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
+            return name
     return None
 
 

@@ -2,13 +2,12 @@
 
 On CPUs vLLM hands graphs to plain Inductor. Here its configuration is set back to what GPUs get
 (graphs in pieces, vLLM's pass manager, its operators lowered late), so that everything but the
-device is as it is there. stdin: a JSON list of {model, golden, dtype, fuse, cache, pass}; stdout:
-one JSON line a case, what `exl3_plugin.verify` prints, and `norms` and `gated` that were fused
-while it compiled, `called`, how often a prompt ran each operator of ours, and `folder`, where
-vLLM kept the graphs.
-
-`fuse` is what EXL3_FUSE says, null for nothing, `cache` the folder for compiled graphs, and `pass`
-names a pass that the user set.
+device is as it is there. stdin: a JSON list of {model, golden, dtype, fuse, cache, save, pass}:
+`fuse` is what EXL3_FUSE says, `cache` the folder for compiled graphs, `save` a file for the log
+probabilities themselves, and `pass`, where it is there, the name of a pass that the user set.
+stdout: one JSON line a case, what `exl3_plugin.verify` prints, the type of the pass `installed`,
+`norms` and `gated` that were fused while it compiled, `called`, how often the prompts ran each
+operator of ours, and `folder`, where vLLM kept the graphs.
 """
 
 import collections
@@ -17,6 +16,7 @@ import os
 import sys
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +34,10 @@ class Calls(TorchDispatchMode):
         if func.namespace == "exl3":
             self.count[func.name().partition("::")[2]] += 1
         return func(*args, **(kwargs or {}))
+
+
+def leave_alone(graph) -> None:
+    """A pass of a user's own."""
 
 
 def as_on_a_gpu():
@@ -56,13 +60,10 @@ def as_on_a_gpu():
 
 def run(case: dict) -> dict:
     golden = verify.read_golden(case["golden"])[:2]
-    os.environ |= {"VLLM_CACHE_ROOT": case["cache"]}
-    os.environ.pop("EXL3_FUSE", None)
-    if case["fuse"] is not None:
-        os.environ["EXL3_FUSE"] = case["fuse"]
+    os.environ |= {"VLLM_CACHE_ROOT": case["cache"], "EXL3_FUSE": case["fuse"]}
     longest = max(len(prompt.ids) for prompt in golden)
     engine = {"enforce_eager": False}
-    if case.get("pass"):
+    if "pass" in case:
         engine["compilation_config"] = {
             "inductor_passes": {"post_grad_custom_post_pass": case["pass"]}
         }
@@ -72,6 +73,7 @@ def run(case: dict) -> dict:
     with Calls() as calls:
         scored = verify.score_all(llm, golden)
     llm.llm_engine.engine_core.shutdown()
+    np.savez(case["save"], **{f"top_lp{i}": s.top_lp for i, s in enumerate(scored)})
     installed = compilation.inductor_compile_config.get("post_grad_custom_post_pass")
     return verify.compare(golden, scored) | {
         "installed": type(installed).__name__,

@@ -83,6 +83,7 @@ def _choices(profile: tuning.Profile | None) -> dict[str, Any]:
     return {
         "plans of EXL3_PROFILE": hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16],
         "options": ops.configure(),
+        "EXL3_FUSE": env.get("EXL3_FUSE"),
         "sources of the kernels": json.loads(torch.ops.exl3.cuda_build_info())["source_hash"],
     }
 

@@ -56,12 +56,12 @@ class Exl3FusionPass(InductorPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         order = {node: at for at, node in enumerate(graph.nodes)}
-        linears = graph.find_nodes(op="call_function", target=torch.ops.exl3.linear.default)
-        norms = sum(_fuse_norm(graph, linear, order) for linear in linears)
-        gated = sum(
-            _fuse_gated(graph, linear)
-            for linear in graph.find_nodes(op="call_function", target=torch.ops.exl3.linear.default)
-        )
+        norms = gated = 0
+        for linear in graph.find_nodes(op="call_function", target=torch.ops.exl3.linear.default):
+            if _fuse_norm(graph, linear, order):
+                norms += 1
+            elif _fuse_gated(graph, linear):
+                gated += 1
         self.norms += norms
         self.gated += gated
         if norms or gated:
@@ -148,7 +148,11 @@ def _fuse_norm(graph: fx.Graph, linear: fx.Node, order: dict[fx.Node, int]) -> b
         or not _may_be_normed(states, residual, norm_weight)
         or not _same_rows(states, x)
         # The sum may be wanted before the layer, so the new call stands where the norm stood.
-        or any(order[node] > order[norm] for node in linear.all_input_nodes if node is not x)
+        or any(
+            order.get(node, len(order)) > order[norm]
+            for node in linear.all_input_nodes
+            if node is not x
+        )
     ):
         return False
     with graph.inserting_before(norm):

@@ -20,6 +20,7 @@ import pytest
 from plugin_models import awkward_qwen3, prompts
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
 from vllm.config import CompilationConfig, CompilationMode
+from vllm.platforms.interface import DeviceCapability
 
 from exl3_plugin import fused, fusion, ops
 
@@ -60,11 +61,11 @@ def test_gpus_that_it_was_measured_on(monkeypatch):
     monkeypatch.setattr(fusion, "_missing", lambda key: None)
     monkeypatch.delenv("EXL3_FUSE", raising=False)
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    assert fusion.reason_against("CUDA", (9, 0)) is None
+    assert fusion.reason_against("CUDA", DeviceCapability(9, 0)) is None
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0), (12, 1)):
-        assert "not measured" in fusion.reason_against("CUDA", capability)
+        assert "not measured" in fusion.reason_against("CUDA", DeviceCapability(*capability))
     monkeypatch.setenv("EXL3_FUSE", "1")
-    assert fusion.reason_against("CUDA", (12, 0)) is None
+    assert fusion.reason_against("CUDA", DeviceCapability(12, 0)) is None
 
 
 def compilation(**settings) -> SimpleNamespace:

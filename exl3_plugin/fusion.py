@@ -18,6 +18,7 @@ import vllm.ir.ops  # noqa: F401  (defines the operators of vllm_ir)
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.custom_graph_pass import get_hash_for_files
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import CompilationMode
 from vllm.logger import init_logger
@@ -58,6 +59,8 @@ class Exl3FusionPass(InductorPass):
         order = {node: at for at, node in enumerate(graph.nodes)}
         norms = gated = 0
         for linear in graph.find_nodes(op="call_function", target=torch.ops.exl3.linear.default):
+            if linear.kwargs:
+                continue
             if _fuse_norm(graph, linear, order):
                 norms += 1
             elif _fuse_gated(graph, linear):
@@ -314,8 +317,6 @@ def _same_rows(one: fx.Node, other: fx.Node) -> bool:
 
 def _known_equal(a: Any, b: Any) -> bool:
     """Equal for every size a graph is compiled for; asking adds no guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     return statically_known_true(a == b)
 
 

@@ -93,13 +93,18 @@ def install(config: VllmConfig | None) -> None:
     passes, key = config.compilation_config.inductor_compile_config, current_platform.pass_key
     if isinstance(passes.get(key), Exl3FusionPass):
         return
-    reason = reason_against(current_platform.dispatch_key, current_platform.get_device_capability())
+    reason = reason_here()
     if reason is None and key in passes:
         reason = f"{key} is {type(passes[key]).__name__} already"
     if reason is None:
         passes[key] = Exl3FusionPass()
     else:
         logger.info_once("exl3: norms and activations stay outside the layers: %s", reason)
+
+
+def reason_here() -> str | None:
+    """`reason_against` of the device that vLLM runs on."""
+    return reason_against(current_platform.dispatch_key, current_platform.get_device_capability())
 
 
 def reason_against(dispatch_key: str, capability: tuple[int, int] | None) -> str | None:

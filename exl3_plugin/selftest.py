@@ -3,7 +3,8 @@
 On the first layer of each distinct matrix (sizes, rate, codebook) the layer is multiplied with
 random activations at a few row counts, so through every kernel a plan may choose, and compared in
 some 128-column blocks with a product in float64. The truth is decoded here, by gathering 16-bit
-windows of the stored words, and shares nothing with the kernels.
+windows of the stored words, and shares nothing with the kernels. Where vLLM's graphs will have
+norms and activations inside layers, those operators are tested too.
 
 Errors are measured in units of what an output is in the mean: |svh| of its column times the root
 mean square of the block before svh. Rounding is below 0.02 units with bfloat16 (half a unit in the
@@ -16,13 +17,14 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from vllm.logger import init_logger
 
 from exl3_plugin import format as exl3
-from exl3_plugin import loading, ops
+from exl3_plugin import fusion, loading, ops
 from exl3_plugin.report import describe_plan, plan_of
 from exl3_plugin.tuning import Profile
 
@@ -198,21 +200,54 @@ def run(layer: torch.nn.Module, test: Prepared, profile: Profile | None = None) 
     for rows in ROWS:
         x = torch.randn(rows, inputs, generator=random, dtype=torch.float32, device=device)
         x = (size * x).to(held.dtype)
-        with torch.inference_mode():
-            got = loading.multiply(layer, x)
-        padded = torch.zeros(rows, k, dtype=torch.float64, device=device)
-        padded[:, held.k_begin : held.k_begin + inputs] = x
-        found = [_errors(got, padded, test.suh[s.shard], s) for s in test.samples]
-        errors = torch.stack(found).cpu()  # one wait for all samples
-        bad = (errors[:, 0] > WORST) | (errors[:, 1] > TYPICAL)
-        if bad.any():
-            number = int(torch.where(bad, errors[:, 0], 0).argmax())
-            raise SelfTestError(_complaint(layer, test, number, rows, errors[number], profile))
-        worst = max(worst, float(errors[:, 0].max()))
-        typical = max(typical, float(errors[:, 1].max()))
+        for operator, got, multiplied in _products(layer, x, test.prefix, random):
+            padded = torch.zeros(rows, k, dtype=torch.float64, device=device)
+            padded[:, held.k_begin : held.k_begin + inputs] = multiplied
+            found = [_errors(got, padded, test.suh[s.shard], s) for s in test.samples]
+            errors = torch.stack(found).cpu()  # one wait for all samples
+            bad = (errors[:, 0] > WORST) | (errors[:, 1] > TYPICAL)
+            if bad.any():
+                number = int(torch.where(bad, errors[:, 0], 0).argmax())
+                where = _kernel(layer, operator, rows, profile)
+                raise SelfTestError(_complaint(test, number, rows, errors[number], where))
+            worst = max(worst, float(errors[:, 0].max()))
+            typical = max(typical, float(errors[:, 1].max()))
     seconds = time.perf_counter() - test.started
     logger.debug("EXL3 self-test of %s: worst %.4f, %.0f ms", test.prefix, worst, 1e3 * seconds)
     return Result(test.prefix, len(test.samples), worst, typical, seconds)
+
+
+@torch.inference_mode()
+def _products(
+    layer: torch.nn.Module, x: torch.Tensor, prefix: str, random: torch.Generator
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What the layer's operators make of some rows: (operator, result, what it multiplied).
+
+    With a norm or an activation inside, activations are made that come out as large as `x`.
+    """
+    yield "exl3::linear", loading.multiply(layer, x), x
+    held: loading.Held = layer.exl3
+    if held.k_begin or x.shape[1] % fusion.WIDTH_MULTIPLE or fusion.reason_here() is not None:
+        return
+    rest = (layer.trellis, layer.suh, layer.svh, None, held.shards, held.k_begin)
+    states, residual, gate = torch.randn(
+        3, *x.shape, generator=random, dtype=torch.float32, device=x.device
+    ).to(x.dtype)
+    gated = torch.nn.functional.silu(gate) * x
+    both = torch.cat([gate, x], dim=-1)
+    yield "exl3::gated_linear", torch.ops.exl3.gated_linear(both, *rest), gated
+
+    weight = x[0].clone()
+    total = states.float() + residual.float()
+    norm = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+    normed = norm.to(x.dtype) * weight
+    y, found = torch.ops.exl3.norm_linear(states, residual, weight, 1e-6, *rest)
+    if not torch.equal(found, total.to(x.dtype)):
+        raise SelfTestError(
+            f"EXL3 self-test: {prefix}: exl3::norm_linear returns another sum than that of its "
+            f"inputs with {len(x)} rows. EXL3_FUSE=0 serves without it; please report this"
+        )
+    yield "exl3::norm_linear", y, normed
 
 
 def _errors(got: torch.Tensor, x: torch.Tensor, suh: torch.Tensor, sample: Sample) -> torch.Tensor:
@@ -230,20 +265,18 @@ def _errors(got: torch.Tensor, x: torch.Tensor, suh: torch.Tensor, sample: Sampl
     return torch.stack([error.max(), error.square().mean().sqrt()])
 
 
-def _complaint(
-    layer: torch.nn.Module,
-    test: Prepared,
-    number: int,
-    rows: int,
-    errors: torch.Tensor,
-    profile: Profile | None,
-) -> str:
-    sample = test.samples[number]
+def _kernel(layer: torch.nn.Module, operator: str, rows: int, profile: Profile | None) -> str:
+    """What computed a result, for a message."""
     where = layer.trellis.device
     kernel = "the CPU kernels"
     if where.type == "cuda":
         plan = describe_plan(plan_of(layer, rows, ops.cuda_device(where), profile))
         kernel = f"kernel {plan} on {torch.cuda.get_device_name(where)}"
+    return kernel if operator == "exl3::linear" else f"{kernel} in {operator} (EXL3_FUSE)"
+
+
+def _complaint(test: Prepared, number: int, rows: int, errors: torch.Tensor, kernel: str) -> str:
+    sample = test.samples[number]
     return (
         f"EXL3 self-test: {test.prefix} is wrong with {rows} rows by {kernel}: columns "
         f"{sample.columns.start} to {sample.columns.stop} ({sample.module}) are off by up to "

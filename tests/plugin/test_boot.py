@@ -13,7 +13,7 @@ from plugin_models import awkward_llama, awkward_qwen3, exl3_linear
 from safetensors import safe_open
 from test_shards import run_rank
 
-from exl3_plugin import boot, loading, ops, selftest, tuning
+from exl3_plugin import boot, fused, loading, ops, selftest, tuning
 from exl3_plugin import format as exl3
 from exl3_plugin.config import Exl3Config
 from exl3_plugin.report import describe_plan, plan_of
@@ -133,6 +133,29 @@ def test_the_self_test_sees(change):
 
     with pytest.raises(selftest.SelfTestError, match="layer is wrong with 1 rows"):
         self_test(spoil)
+
+
+@pytest.mark.parametrize("fault", ["gate", "norm", "sum"])
+def test_the_self_test_sees_what_is_wrong_before_the_layer(monkeypatch, fault):
+    """The operators with an activation or a norm inside are tested where they will be used."""
+    norm, gate = fused.norm_linear_cpu, fused.gated_linear_cpu
+    wrong = {
+        "gate": ("gated_linear", lambda x, *rest: gate(x.roll(x.shape[-1] // 2, -1), *rest)),
+        "norm": ("norm_linear", lambda x, r, w, e, *rest: norm(x, r, w.roll(1), e, *rest)),
+        "sum": ("norm_linear", lambda x, *rest: (norm(x, *rest)[0], x.clone())),
+    }
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    ops.load()
+    name, operator = wrong[fault]
+    monkeypatch.setattr(torch.ops.exl3, name, operator)
+    monkeypatch.setenv("EXL3_FUSE", "0")
+    self_test(lambda layer: None)
+    monkeypatch.setenv("EXL3_FUSE", "1")
+    with pytest.raises(selftest.SelfTestError, match=f"exl3::{name}.*EXL3_FUSE"):
+        self_test(lambda layer: None)
+    monkeypatch.undo()
+    monkeypatch.setenv("EXL3_FUSE", "1")
+    self_test(lambda layer: None)
 
 
 # The load report

@@ -123,27 +123,35 @@ def test_it_travels_to_workers():
 
 
 @pytest.fixture(scope="module")
-def served(reference_data, tmp_path_factory) -> dict[str, dict]:
+def qwen3(tmp_path_factory) -> dict[str, Path]:
+    """A synthetic checkpoint, little in it a multiple of 128, and what its dense twin says."""
+    root, model = tmp_path_factory.mktemp("qwen3"), awkward_qwen3()
+    return {
+        "model": model.save(root / "model"),
+        "golden": model.golden(root / "golden.npz", prompts(384)),
+    }
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("VLLM_BATCH_INVARIANT", "EXL3_FUSE")}
+
+
+@pytest.fixture(scope="module")
+def served(reference_data, qwen3, environment, tmp_path_factory) -> dict[str, dict]:
     """The cases below, served one after the other by one process."""
     root = tmp_path_factory.mktemp("fused")
     tiny = reference_data / "tiny" / LLAMA
     llama = {"model": tiny, "golden": tiny / "golden.npz", "dtype": "bfloat16"}
-    model = awkward_qwen3()
-    qwen3 = {
-        "model": model.save(root / "qwen3"),
-        "golden": model.golden(root / "qwen3.npz", prompts(384)),
-        "dtype": "float32",
-    }
     cases = {
         "fused": llama | {"fuse": "1"},
         "plain": llama | {"fuse": "0"},
         "fused again": llama | {"fuse": "1"},
         "user's pass": llama | {"fuse": "1", "pass": "compiled_cases.leave_alone"},
-        "qwen3": qwen3 | {"fuse": "1"},
+        "qwen3": qwen3 | {"dtype": "float32", "fuse": "1"},
     }
     for name, case in cases.items():
         case |= {"cache": root / "cache", "save": root / f"{name}.npz"}
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_BATCH_INVARIANT"}
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("compiled_cases.py")],
         input=json.dumps(list(cases.values()), default=str),
@@ -208,3 +216,24 @@ def test_a_users_pass_stays(served):
     assert result["installed"] == "CallableInductorPass"
     assert set(result["called"]) == {"linear"}
     assert f"{KEY} is CallableInductorPass already" in served["log"]
+
+
+@pytest.mark.slow
+def test_in_workers_of_two_ranks(qwen3, environment, tmp_path):
+    """As CPUs compile, in processes of their own; rank 1's part of `down_proj` begins inside a
+    block. The first rank of a host is the one that says what was fused."""
+    command = [sys.executable, "-m", "exl3_plugin.verify", qwen3["model"], "--compile"]
+    command += ["--golden", qwen3["golden"], "--prompt", "1", "--dtype", "float32"]
+    done = subprocess.run(
+        [*command, "--tensor-parallel-size", "2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment | {"EXL3_FUSE": "1", "VLLM_CACHE_ROOT": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    result = json.loads(done.stdout)
+    assert result["max_logprob_diff"] < 1e-4 and result["top1_agreement"] == 1.0
+    said = [line for line in done.stderr.splitlines() if "run inside the layers" in line]
+    assert len(said) == 1 and "Worker_TP0" in said[0], said
+    assert "0 norms and 2 gated activations" in said[0]

@@ -19,6 +19,8 @@ import torch
 
 from exl3_plugin import ops
 from tests.gpu import cases
+from tests.gpu.fused_layers import gated_linear, norm_linear
+from tests.ops import fused_cases
 
 
 def check(layer: cases.Layer, reference: cases.Layer, x: torch.Tensor, plan) -> float:
@@ -26,6 +28,20 @@ def check(layer: cases.Layer, reference: cases.Layer, x: torch.Tensor, plan) -> 
     y = layer.run(x, plan).cpu().double()
     expected = reference.run(x.cpu().float()).double()
     return float((y - expected).norm() / expected.norm().clamp(min=1e-300))
+
+
+def check_fused(layer: cases.Layer, reference: cases.Layer, k_in: int, m: int, dtype) -> float:
+    """The same for a norm and an activation inside, both results of the former included."""
+    norm = fused_cases.norm_inputs(1, m, k_in, dtype, dtype)
+    both = fused_cases.gated_inputs(2, m, k_in, dtype)
+    expected = [*norm_linear(reference, *norm), gated_linear(reference, both)]
+    on_device = [t.cuda() for t in norm]
+    found = [*norm_linear(layer, *on_device), gated_linear(layer, both.cuda())]
+    errors = [
+        (y.cpu().double() - e.double()).norm() / e.double().norm().clamp(min=1e-300)
+        for y, e in zip(found, expected)
+    ]
+    return float(max(errors))
 
 
 def main() -> int:
@@ -68,6 +84,13 @@ def main() -> int:
                 if not error <= 1e-2:
                     print(f"WRONG: one row, form {form} {spec}: relative {error:.2e}")
                     return 1
+        for m in (1, 3, 20):
+            error = check_fused(layer, reference, (k - k_begin) // 8 * 8, m, dtype)
+            calls += 2
+            worst = max(worst, error)
+            if not error <= 1e-2:
+                print(f"WRONG: norm or activation inside {spec} m={m}: relative {error:.2e}")
+                return 1
         stored = torch.from_numpy(layer.shards[0].trellis)
         codebook = layer.shards[0].codebook
         decoded = ops.reconstruct(stored.cuda(), codebook).cpu()

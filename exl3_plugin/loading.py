@@ -307,7 +307,7 @@ def finish(layer: torch.nn.Module, prefix: str) -> None:
     """
     held: Held = layer.exl3
     if held.missing:
-        if not _dummy_weights():
+        if not dummy_weights():
             missing = ", ".join(sorted(held.missing))
             raise LoadError(f"{prefix} was not filled; not loaded: {missing}")
         invent(layer, prefix)
@@ -328,8 +328,7 @@ def invent(layer: torch.nn.Module, prefix: str) -> None:
     make outputs as large as inputs, so that a model of any depth stays finite; padding stays zero.
     """
     held: Held = layer.exl3
-    generator = torch.Generator(layer.trellis.device).manual_seed(zlib.crc32(prefix.encode()))
-    layer.trellis.data.view(torch.uint8).random_(0, 256, generator=generator)
+    random_words(layer.trellis.data, prefix)
     layer.suh.data.fill_(held.layout.members[0].k ** -0.5)
     layer.svh.data.fill_(1)
     at = 0
@@ -339,6 +338,12 @@ def invent(layer: torch.nn.Module, prefix: str) -> None:
         at += columns.loaded
         if beyond > 0:
             layer.svh.data[at - beyond : at].zero_()
+
+
+def random_words(trellis: torch.Tensor, seed: str) -> None:
+    """Fills words with random bits, the same ones for the same `seed`."""
+    generator = torch.Generator(trellis.device).manual_seed(zlib.crc32(seed.encode()))
+    trellis.view(torch.uint8).random_(0, 256, generator=generator)
 
 
 def matrices(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -406,7 +411,7 @@ def multiply(
     )
 
 
-def _dummy_weights() -> bool:
+def dummy_weights() -> bool:
     """Whether vLLM was told to invent weights (`--load-format dummy`, for benchmarks)."""
     from vllm.config import get_current_vllm_config_or_none
 

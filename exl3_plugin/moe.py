@@ -227,12 +227,14 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         held: HeldExperts = layer.exl3
         if held.strips and not hasattr(layer.w13_trellis, "weight_loader"):
             return
-        if held.missing and not loading._dummy_weights():
-            names = sorted(held.missing)
-            raise LoadError(
-                f"{self.prefix} was not filled; not loaded: {', '.join(names[:20])}"
-                + (f", and {len(names) - 20} more" if len(names) > 20 else "")
-            )
+        if held.missing:
+            if not loading.dummy_weights():
+                names = sorted(held.missing)
+                raise LoadError(
+                    f"{self.prefix} was not filled; not loaded: {', '.join(names[:20])}"
+                    + (f", and {len(names) - 20} more" if len(names) > 20 else "")
+                )
+            invent(layer, self.prefix)
         keep = {f"{side}_{suffix}" for side in ("w13", "w2") for suffix in KEPT}
         for name in [name for name, _ in layer.named_parameters(recurse=False)]:
             if name not in keep:
@@ -275,6 +277,16 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             layer, x, topk_weights.float(), topk_ids, layer.expert_map,
             layer.apply_router_weight_on_input,
         )  # fmt: skip
+
+
+def invent(layer: torch.nn.Module, prefix: str) -> None:
+    """Random experts, of the size of the random weights that `loading.invent` makes."""
+    gate, _, down = layer.exl3.stored[0]
+    for side, k in (("w13", gate.k), ("w2", down.k)):
+        trellis, suh, svh = (getattr(layer, f"{side}_{suffix}").data for suffix in KEPT)
+        loading.random_words(trellis, f"{prefix}.{side}")
+        suh.fill_(k**-0.5)
+        svh.fill_(1)
 
 
 def multiply(

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from exl3_plugin.checkpoint import CheckpointError, read_checkpoint
 from exl3_plugin.expert_names import check_experts
 from exl3_plugin.shards import ShardingError, check_tensor_parallel
+from tests.moe import moe_cases as cases
 from tests.moe.moe_models import awkward_moe
 
 TINY = "tiny-qwen3-moe-mcg4"
@@ -149,7 +151,13 @@ def loaded(reference_data, tmp_path_factory) -> dict[str, dict]:
     folders = {"whole": whole, "awkward": model.save(tmp_path_factory.mktemp("awkward") / "model")}
     model.stored["model.layers.0.mlp.experts.7.gate_proj.scale"] = model.stored["model.norm.weight"]
     folders["stray"] = model.save(tmp_path_factory.mktemp("stray") / "model")
-    return dict(zip(folders, load_all([{"model": folder} for folder in folders.values()])))
+    starts = {name: {"model": folder} for name, folder in folders.items()}
+    starts["invented"] = {
+        "model": whole,
+        "env": {"EXL3_SELF_TEST": "1"},
+        "args": {"load_format": "dummy", "dtype": "float32"},
+    }
+    return dict(zip(starts, load_all(list(starts.values()))))
 
 
 @pytest.mark.parametrize("name", ["whole", "awkward"])
@@ -168,6 +176,36 @@ def test_weights_take_what_they_take_on_disk(loaded, reference_data, name):
         assert sum(size for n, size in held.items() if "trellis" in n) == words
         on_disk = (folder / "model.safetensors").stat().st_size
         assert 0.95 * on_disk < found["bytes"] < 1.02 * on_disk
+
+
+def test_invented_experts_start(loaded):
+    found = loaded["invented"]
+    assert found["error"] is None, found["error"]
+    assert any("self-test" in line for line in found["log"])
+
+
+def test_invented_experts_give_outputs_as_large_as_inputs():
+    """Scales as vLLM invents them, of 1e-3, make products that halves cannot hold."""
+    from exl3_plugin import experts, moe
+
+    hidden, inner, count = 256, 384, 3
+    kind = experts.Kind("mcg", 64)
+    stored = cases.layer(1, count, hidden, inner, hidden, lambda e, p: kind)
+    packed = experts.pack(stored, "cpu")
+    layer = torch.nn.Module()
+    for side in ("w13", "w2"):
+        for suffix in ("trellis", "suh", "svh"):
+            empty = torch.zeros_like(getattr(packed, f"{side}_{suffix}"))
+            setattr(layer, f"{side}_{suffix}", torch.nn.Parameter(empty, requires_grad=False))
+    sized = [SimpleNamespace(k=hidden), SimpleNamespace(k=hidden), SimpleNamespace(k=inner)]
+    layer.exl3 = SimpleNamespace(stored=[sized] * count)
+    moe.invent(layer, "layer")
+    words = layer.w13_trellis.clone()
+    moe.invent(layer, "layer")
+    assert torch.equal(words, layer.w13_trellis), "the same layer gets the same words"
+    packed = replace(packed, **{name: p.data for name, p in layer.named_parameters()})
+    y = packed.run(torch.randn(8, hidden), torch.ones(8, 1), torch.arange(8)[:, None].int() % count)
+    assert 0.2 < float(y.square().mean().sqrt()) < 2
 
 
 def test_a_stray_tensor_of_an_expert_stops_the_start(loaded):

@@ -40,6 +40,28 @@ __device__ __forceinline__ void hadamard_128(float (&v)[4], int lane) {
   for (int i = 0; i < 4; ++i) v[i] = one[0][i];
 }
 
+// The same for four blocks a warp: lane l holds elements 16 * (l % 8) onwards of block l / 8. Four
+// stages inside the lane, three between lanes.
+__device__ __forceinline__ void hadamard_128_by_16(float (&v)[16], int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 16; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if ((i & distance) != 0) continue;
+      const float a = v[i], b = v[i + distance];
+      v[i] = a + b, v[i + distance] = a - b;
+    }
+  }
+#pragma unroll 1
+  for (int distance = 1; distance < 8; distance *= 2) {
+    const float sign = (lane & distance) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      v[i] = fmaf(v[i], sign, __shfl_xor_sync(0xFFFFFFFFu, v[i], distance));
+    }
+  }
+}
+
 inline constexpr float kRootOf128 = 11.313708498984761f;
 inline constexpr float kHadamardScale = 1.0f / kRootOf128;
 

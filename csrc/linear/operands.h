@@ -16,6 +16,26 @@ struct Input {
   int k_begin, k_in;  // the inputs that x holds of the k of the weight; the others are zero
 };
 
+// What stands before a layer and is done where its activations are read.
+enum class PrologueKind : int {
+  kNone = 0,
+  kNorm = 1,  // x + residual, RMS norm, weight
+  kGate = 2,  // silu(gate) * up, where x points to gate
+};
+
+struct Prologue {
+  PrologueKind kind = PrologueKind::kNone;
+  // Of the norm:
+  const void* residual = nullptr;  // [m, k_in] of x's type, rows residual_stride apart
+  int64_t residual_stride = 0;
+  const void* weight = nullptr;          // [k_in]
+  Dtype weight_dtype = Dtype::kFloat32;  // or x's
+  float epsilon = 0.0f;
+  void* sum = nullptr;  // [m, k_in] of x's type: x + residual, or null
+  // Of the gate: elements from gate to up.
+  int64_t up = 0;
+};
+
 struct Output {
   void* data;  // [rows, stride]
   int64_t stride;

@@ -67,11 +67,14 @@ bool stream_runs(const DeviceFacts& device, const Problem& problem, int blocks) 
 
 int default_blocks(const DeviceFacts& device, const Problem& problem, int rows) {
   if (rows == 1) {
-    // One block a multiprocessor; a step for each warp, and not too many parts of a strip.
-    const int64_t most =
-        std::min(work_units(problem.k, problem.n) / kStreamWarps, problem.n / 128 * 12);
-    return static_cast<int>(
-        std::clamp<int64_t>(device.multiprocessors, 1, std::max<int64_t>(1, most)));
+    // One block a multiprocessor; a step for each warp, and not too many parts of a strip. Where
+    // blocks have whole strips anyway, all multiprocessors count for more than even ranges.
+    const int64_t strips = problem.n / 128;
+    const int64_t most = std::min(work_units(problem.k, problem.n) / kStreamWarps, strips * 12);
+    const int full = strips < device.multiprocessors
+                         ? stream_positions(device.multiprocessors, strips)
+                         : device.multiprocessors;
+    return static_cast<int>(std::clamp<int64_t>(full, 1, std::max<int64_t>(1, most)));
   }
   // All multiprocessors full, unless the layer is so small that the warps of a block would not find
   // a k16 step each, or that a strip falls into so many parts that adding them up takes longer.

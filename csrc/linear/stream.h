@@ -19,6 +19,7 @@ struct StreamParams {
   StreamShard shards[kMaxShards];
   int shard_count;
   Input input;
+  Prologue prologue;
   int k;             // multiple of 128
   int strips;        // of all shards
   int positions;     // thread blocks

@@ -17,9 +17,10 @@ struct StreamConfig {
   static constexpr int kWarps = kStreamWarps;
   static constexpr int kThreads = 32 * kWarps;
   // What leaves room for the finishing kernel beside this one: it waits there for its turn, and the
-  // next product finds no multiprocessor taken by it. By arithmetic 120 would do too, but measured
-  // they do not.
-  static constexpr int kRegisters = 112;
+  // next product finds no multiprocessor taken by it. 120 would do too by arithmetic, but measured
+  // they do not; 5 and 6 bits spill with less.
+  static constexpr int kRegisters =
+      (kHalfBits == 10 || kHalfBits == 12) && kForm == Form::kExact ? 120 : 112;
   static constexpr int kGroupWarps = 1;  // warps that share the steps of a strip's pieces
   static constexpr int kWarpTiles = 8;
   static constexpr int kRowTiles = 1;
@@ -28,14 +29,15 @@ struct StreamConfig {
 
   static constexpr int kStepWeightBytes = 8 * R::words32 * 4;
   static constexpr int kWarpBytes = kStreamRingBytes / kWarps;
-  // k16 steps of a stage. Few large stages lose less time to waiting than many small ones.
+  // k16 steps of a stage. Few large stages lose less time to waiting than many small ones, and a
+  // third one only lengthens the burst of copies before the first product.
   static constexpr int kStageSteps = kWarpBytes >= 3 * 4 * kStepWeightBytes ? 4 : 2;
   static constexpr int kStageBytes = kStageSteps * kStepWeightBytes;
-  static constexpr int kStages = kWarpBytes / kStageBytes < 4 ? kWarpBytes / kStageBytes : 4;
+  static constexpr int kStages = kStageSteps == 4 ? 2 : 3;
   static constexpr int kRingBytes = kStages * kStageBytes;  // of one warp
   // Stages that are fetched before the activations are there.
   static constexpr int kEarlyStages = 1;
-  static_assert(kStages >= 3 && kStages > kEarlyStages);
+  static_assert(kStages > kEarlyStages && kStages * kStageBytes <= kWarpBytes);
   static_assert(kRingBytes >= 128 * 4, "sums of the warps take the place of the ring");
 };
 

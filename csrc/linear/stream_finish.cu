@@ -43,6 +43,10 @@ __global__ void __launch_bounds__(32 * kWarps, 65536 / (32 * kWarps * kFinishReg
     if (pass == 1) await_predecessors();
     const int parts = pass == 0 ? 0 : last - first + 1;
     float z[4] = {};
+    float4 piece = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of a share that goes on
+    if (goes_on && pass == 1) {
+      piece = __ldcg(reinterpret_cast<const float4*>(p.ends + int64_t{strip} * 128 + 4 * lane));
+    }
     const uint2 raw_scales = __ldg(reinterpret_cast<const uint2*>(shard.columns.svh + channel));
     int part = 0;
 #pragma unroll 1
@@ -61,11 +65,7 @@ __global__ void __launch_bounds__(32 * kWarps, 65536 / (32 * kWarps * kFinishReg
       }
       part += kBatch;
     } while (part < parts);
-    if (goes_on && pass == 1) {
-      const float4 v =
-          __ldcg(reinterpret_cast<const float4*>(p.ends + int64_t{strip} * 128 + 4 * lane));
-      z[0] += v.x, z[1] += v.y, z[2] += v.z, z[3] += v.w;
-    }
+    z[0] += piece.x, z[1] += piece.y, z[2] += piece.z, z[3] += piece.w;
     hadamard_128(z, lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i] *= kHadamardScale;

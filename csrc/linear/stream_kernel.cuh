@@ -68,11 +68,11 @@ __device__ __forceinline__ void add_warps(const StreamParams& p, const float* me
 
 // The plan uses it on sm_90 alone, so it is empty elsewhere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-template <class C>
+template <class C, bool kPrepares>
 __global__ void stream_kernel(const __grid_constant__ StreamParams p) {}
 #else
 
-template <class C>
+template <class C, bool kPrepares>
 __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__ StreamParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -104,10 +104,12 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
     const int from_block = all ? 0 : first_block % blocks;
     const int input_blocks = all ? blocks : range_blocks;
     prefetch_scales(p, shard, from_block, input_blocks);
+    if constexpr (kPrepares) {
+      if (p.prologue.kind == PrologueKind::kNorm) prefetch_norm(p);
+    }
 
     Accumulators<C> acc;
     float input_sums[4];
-    clear_sums(acc, input_sums);
     int strip = share.begin / strip_steps;
     int unit = share.begin, fetched = share.begin;
     // All columns of the product get the one row; the first is read in the end.
@@ -122,9 +124,17 @@ __global__ void __maxnreg__(C::kRegisters) stream_kernel(const __grid_constant__
       if (turn == C::kEarlyStages) {
         // Weights depend on no other kernel, so some of them come first; but not all that there is
         // room for, or the activations would wait behind them.
-        if (begin == range().begin) await_predecessors();
-        transform_inputs(p, shard, from_block, input_blocks, inputs);
+        const bool first_part = begin == range().begin;
+        if (first_part) await_predecessors();
+        if constexpr (kPrepares) {
+          prepare_inputs(p, shard, first_part, from_block, input_blocks, inputs);
+        } else {
+          transform_inputs(p, shard, from_block, input_blocks, inputs,
+                           [&](int at, float (&v)[16]) { load_inputs<16>(p.input, 0, at, v); });
+        }
         __syncthreads();
+        // They hold nothing yet, and said here they take no registers while the inputs are made.
+        clear_sums(acc, input_sums);
       }
       const int bytes = (share.end - fetched) * C::kStepWeightBytes - 16 * (thread_index() % 32);
       const uint32_t to = fetch_to + slot * C::kStageBytes;

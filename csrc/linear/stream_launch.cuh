@@ -9,7 +9,8 @@ namespace exl3 {
 template <class C>
 cudaError_t launch_stream_config(const StreamParams& params, const StreamLaunch& launch) {
   const int shared_bytes = C::kWarps * C::kRingBytes + params.input_blocks * kStreamBlockBytes;
-  auto* kernel = stream_kernel<C>;
+  auto* kernel = params.prologue.kind == PrologueKind::kNone ? stream_kernel<C, false>
+                                                             : stream_kernel<C, true>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "device/partition.cuh"
 
@@ -19,6 +20,17 @@ inline constexpr int kStreamBlockBytes = 256;  // of 128 activations
 constexpr int64_t stream_input_blocks(int64_t k, int64_t strips, int64_t positions) {
   const int64_t most_units = (strips * (k / 16) + positions - 1) / positions;
   return std::min(k / 128, (most_units + 7) / 8 + 1);
+}
+
+// Positions for so many strips: as many as there are multiprocessors, or up to 5 % fewer where then
+// the ranges of positions and the strips begin together more often. A position that has parts of
+// two strips takes longer than one that has not.
+constexpr int stream_positions(int multiprocessors, int64_t strips) {
+  int best = multiprocessors;
+  for (int p = multiprocessors; 100 * p >= 95 * multiprocessors; --p) {
+    if (std::gcd(int64_t{p}, strips) > std::gcd(int64_t{best}, strips)) best = p;
+  }
+  return best;
 }
 
 // Whether shared memory has room for the activations.

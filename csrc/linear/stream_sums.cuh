@@ -35,10 +35,11 @@ __device__ __forceinline__ float whole_sum(float z, float inputs) {
 template <int kWarps>
 __device__ __forceinline__ float4 sum_of_warps(uint32_t warps, const float* from, int stride) {
   float4 z = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
+#pragma unroll 4
   for (int w = 0; w < kWarps; ++w) {
-    if ((warps >> w & 1) == 0) continue;
-    const float4 v = *reinterpret_cast<const float4*>(from + w * stride);
+    // Adding 0 changes nothing, and loads that wait for no branch are under way together.
+    const float4 v = (warps >> w & 1) != 0 ? *reinterpret_cast<const float4*>(from + w * stride)
+                                           : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     z.x += v.x, z.y += v.y, z.z += v.z, z.w += v.w;
   }
   return z;

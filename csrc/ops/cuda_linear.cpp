@@ -3,6 +3,8 @@
 // Workspaces come from torch's own allocator for each call. It reuses them stream by stream, gives
 // them from a graph's pool under capture, and counts them where vLLM measures its peak; so nothing
 // has to be reserved and nothing outlives a call.
+#include "ops/cuda_linear.h"
+
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -12,12 +14,11 @@
 #include <array>
 #include <string>
 
-#include "format/windows.cuh"
 #include "linear/had_in.h"
+#include "linear/prepare.h"
 #include "linear/rates.h"
 #include "linear/rebuild.h"
 #include "linear/stream.h"
-#include "ops/cuda_problem.h"
 #include "ops/plan_table.h"
 #include "ops/stream.h"
 
@@ -32,12 +33,15 @@ struct Activations {
   Dtype dtype;
 };
 
-Activations read_activations(const char* op, const Tensor& x, const Weights& weights,
+// `wide` is how many inputs of the layer's width a row of x holds one behind the other.
+Activations read_activations(const char* op, const Tensor& x, int64_t wide, const Weights& weights,
                              int64_t k_begin, int device) {
   STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == device, op,
                   ": x must be on the device of the weights, cuda:", device);
   STD_TORCH_CHECK(x.dim() >= 1, op, ": x must have at least one dimension");
-  const int64_t k_in = x.size(x.dim() - 1);
+  const int64_t width = x.size(x.dim() - 1), k_in = width / wide;
+  STD_TORCH_CHECK(width % wide == 0, op, ": the last dimension of x is ", width,
+                  ", expected an even number: gate, then up");
   STD_TORCH_CHECK(k_begin >= 0 && k_begin + k_in <= weights.k, op, ": x covers rows [", k_begin,
                   ", ", k_begin + k_in, ") but the weights have ", weights.k);
   int64_t m = 1;
@@ -46,11 +50,24 @@ Activations read_activations(const char* op, const Tensor& x, const Weights& wei
                   " rows, at most 2^31 - 1 are possible");
   const Dtype dtype = activation_dtype(op, x);
   // Rows of a 2-D slice are read where they lie; anything else is made contiguous first.
-  const bool in_place = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= k_in;
+  const bool in_place = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= width;
   Tensor rows = in_place ? x : torch::stable::contiguous(x);
-  const int64_t stride = in_place ? x.stride(0) : k_in;
-  if (x.dim() != 2 && m > 0) rows = torch::stable::view(rows, {m, k_in});
+  const int64_t stride = in_place ? x.stride(0) : width;
+  if (x.dim() != 2 && m > 0) rows = torch::stable::view(rows, {m, width});
   return {rows, m, k_in, stride, k_begin, dtype};
+}
+
+// The activations as the layer wants them, by a kernel of its own.
+Activations prepare(const Activations& x, const Prologue& prologue, bool dependent,
+                    cudaStream_t stream) {
+  Tensor rows = torch::stable::new_empty(x.rows, {x.m, x.k_in});
+  PrepareParams params{};
+  params.input = {x.rows.const_data_ptr(), x.stride, x.dtype, 0, static_cast<int>(x.k_in)};
+  params.prologue = prologue;
+  params.m = static_cast<int>(x.m);
+  params.out = rows.mutable_data_ptr();
+  check_launch("what stands before the layer", launch_prepare(params, dependent, stream));
+  return {rows, x.m, x.k_in, x.k_in, x.k_begin, x.dtype};
 }
 
 struct Bias {
@@ -151,8 +168,8 @@ void run_gemm(const Weights& weights, const Activations& x, int64_t first, int64
 }
 
 // The one row of y, a product and its finish for each rate.
-void run_stream(const Weights& weights, const Activations& x, const Bias& bias, const Plan& plan,
-                uint8_t* workspace, const StreamWorkspace& parts, uint16_t* y,
+void run_stream(const Weights& weights, const Activations& x, Prologue prologue, const Bias& bias,
+                const Plan& plan, uint8_t* workspace, const StreamWorkspace& parts, uint16_t* y,
                 cudaStream_t stream) {
   const int shard_count = static_cast<int>(weights.shards.size());
   const bool dependent = options().dependent_launch;
@@ -174,6 +191,8 @@ void run_stream(const Weights& weights, const Activations& x, const Bias& bias, 
     const int64_t units = work_units(weights.k, int64_t{params.strips} * 128);
     params.input = {x.rows.const_data_ptr(), x.stride, x.dtype, static_cast<int>(x.k_begin),
                     static_cast<int>(x.k_in)};
+    params.prologue = prologue;
+    prologue.sum = nullptr;  // the first launch has stored it
     params.k = static_cast<int>(weights.k);
     params.positions = static_cast<int>(std::min<int64_t>(plan.blocks, units));
     params.split = EvenSplit::of(static_cast<int>(units), params.positions);
@@ -256,13 +275,18 @@ void run_dense(const Weights& weights, const Activations& x, const Bias& bias, T
   }
 }
 
-Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor& suh,
-           const Tensor& svh, const std::optional<Tensor>& bias, const std::vector<int64_t>& shards,
-           int64_t k_begin, const std::vector<int64_t>* forced) {
+}  // namespace
+
+Tensor run_linear(const char* op, const Tensor& x, const Tensor& trellis, const Tensor& suh,
+                  const Tensor& svh, const std::optional<Tensor>& bias,
+                  const std::vector<int64_t>& shards, int64_t k_begin,
+                  const std::vector<int64_t>* forced, const Prologue& prologue) {
   const Weights weights = read_weights(op, trellis, suh, svh, shards);
   const int device = suh.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const Activations rows = read_activations(op, x, weights, k_begin, device);
+  const bool prepares = prologue.kind != PrologueKind::kNone;
+  Activations rows = read_activations(op, x, prologue.kind == PrologueKind::kGate ? 2 : 1, weights,
+                                      k_begin, device);
   const Bias bias_facts = read_bias(op, bias, weights.n_out, device);
   const DeviceFacts& facts = device_facts(device);
 
@@ -291,6 +315,10 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
   }
 
   const cudaStream_t stream = stream_of(device);
+  if (prepares && plan.kernel != Kernel::kStream) {
+    const bool dependent = options().dependent_launch && facts.architecture >= 90;
+    rows = prepare(rows, prologue, dependent, stream);
+  }
   if (plan.kernel == Kernel::kDense) {
     Tensor flat = y.dim() == 2 ? y : torch::stable::view(y, {rows.m, weights.n_out});
     run_dense(weights, rows, bias_facts, flat, stream);
@@ -299,8 +327,9 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
   if (plan.kernel == Kernel::kStream) {
     const StreamWorkspace parts = stream_workspace(weights.k, weights.n, plan);
     const Tensor workspace = torch::stable::new_empty(trellis, {(parts.total + 1) / 2});
-    run_stream(weights, rows, bias_facts, plan, static_cast<uint8_t*>(workspace.mutable_data_ptr()),
-               parts, static_cast<uint16_t*>(y.mutable_data_ptr()), stream);
+    run_stream(weights, rows, prologue, bias_facts, plan,
+               static_cast<uint8_t*>(workspace.mutable_data_ptr()), parts,
+               static_cast<uint16_t*>(y.mutable_data_ptr()), stream);
     return y;
   }
   const GemmWorkspace parts = gemm_workspace(rows.m, weights.k, weights.n,
@@ -314,15 +343,17 @@ Tensor run(const char* op, const Tensor& x, const Tensor& trellis, const Tensor&
   return y;
 }
 
+namespace {
+
 Tensor linear(const Tensor x, const Tensor trellis, const Tensor suh, const Tensor svh,
               std::optional<Tensor> bias, std::vector<int64_t> shards, int64_t k_begin) {
-  return run("exl3::linear", x, trellis, suh, svh, bias, shards, k_begin, nullptr);
+  return run_linear("exl3::linear", x, trellis, suh, svh, bias, shards, k_begin, nullptr, {});
 }
 
 Tensor linear_with(const Tensor x, const Tensor trellis, const Tensor suh, const Tensor svh,
                    std::optional<Tensor> bias, std::vector<int64_t> shards, int64_t k_begin,
                    std::vector<int64_t> plan) {
-  return run("exl3::linear_with", x, trellis, suh, svh, bias, shards, k_begin, &plan);
+  return run_linear("exl3::linear_with", x, trellis, suh, svh, bias, shards, k_begin, &plan, {});
 }
 
 Tensor dense_weight(const Tensor trellis, const Tensor suh, const Tensor svh,
@@ -339,45 +370,6 @@ Tensor dense_weight(const Tensor trellis, const Tensor suh, const Tensor svh,
   rebuild_columns(weights, k_begin, k_in, 0, weights.n_out,
                   bf16 ? Dtype::kBfloat16 : Dtype::kFloat16,
                   static_cast<uint16_t*>(out.mutable_data_ptr()), k_in, stream_of(device));
-  return out;
-}
-
-Tensor reconstruct(const Tensor trellis, int64_t codebook) {
-  STD_TORCH_CHECK(
-      trellis.scalar_type() == ScalarType::Short && trellis.dim() == 3 && trellis.is_contiguous(),
-      "exl3::reconstruct: trellis must be contiguous int16 [k/16, n/16, words]");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(trellis.const_data_ptr()) % 4 == 0,
-                  "exl3::reconstruct: trellis must begin at a multiple of 4 bytes; clone the view "
-                  "that does not");
-  const int64_t words = trellis.size(2);
-  const Shard shard{static_cast<int>(codebook),
-                    static_cast<int>(words / 8),
-                    0,
-                    0,
-                    0,
-                    0,
-                    nullptr,
-                    nullptr,
-                    nullptr};
-  STD_TORCH_CHECK(is_legal_tile(words, codebook), "exl3::reconstruct: codebook ", codebook,
-                  " has no rate with ", words, " words a tile");
-  const int device = trellis.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  device_facts(device);
-  Tensor out = torch::stable::new_empty(trellis, {trellis.size(0) * 16, trellis.size(1) * 16},
-                                        ScalarType::Half);
-  if (trellis.size(0) * trellis.size(1) == 0) return out;
-  ReconstructParams params{};
-  params.tiles = static_cast<const uint32_t*>(trellis.const_data_ptr());
-  params.out = static_cast<uint16_t*>(out.mutable_data_ptr());
-  params.k_tiles = static_cast<int>(trellis.size(0));
-  params.n_tiles = static_cast<int>(trellis.size(1));
-  params.constants = shard.constants();
-  const cudaStream_t stream = stream_of(device);
-  check_launch("reconstruct", with_rate(shard.half_bits, [&](auto rate) {
-                 return launch_reconstruct<decltype(rate)::half_bits>(params, shard.family(),
-                                                                      stream);
-               }));
   return out;
 }
 
@@ -416,7 +408,6 @@ STABLE_TORCH_LIBRARY_IMPL(exl3, CUDA, m) {
   m.impl("linear", TORCH_BOX(&exl3::ops::linear));
   m.impl("linear_with", TORCH_BOX(&exl3::ops::linear_with));
   m.impl("dense_weight", TORCH_BOX(&exl3::ops::dense_weight));
-  m.impl("reconstruct", TORCH_BOX(&exl3::ops::reconstruct));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exl3, CompositeExplicitAutograd, m) {

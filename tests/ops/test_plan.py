@@ -80,6 +80,13 @@ def test_tall_blocks_of_all_row_tiles_run_at_once():
     assert {1, 2, 3} <= seen
 
 
+def test_ranges_of_one_row_begin_with_strips():
+    """At most 5 % of the multiprocessors stay idle for it, and none where blocks have strips."""
+    expected = {12288: 128, 6144: 128, 4096: 128, 2048: 128, 5120: 130, 24576: 132, 1024: 96}
+    found = {n: ops.plan(DEVICES["H200"], 1, 4096, n, 4, "mcg").blocks for n in expected}
+    assert found == expected
+
+
 @on_devices
 def test_exact_means_exact(device):
     for (k, n), (codebook, bits) in itertools.product(SHAPES, RATES):

@@ -98,6 +98,17 @@ def _values(name: str) -> np.ndarray:
     return table
 
 
+# Shards of a fused layer, as the operators take them
+
+SHARD_FIELDS = 5
+"""Numbers that describe one shard: codebook index, words a tile, n, n_begin, n_out."""
+
+
+def shard_columns(shards: list[int]) -> int:
+    """Columns that a layer returns: the last number of each shard."""
+    return sum(shards[SHARD_FIELDS - 1 :: SHARD_FIELDS])
+
+
 # Rings
 
 

@@ -2,8 +2,8 @@
 
 Both are defined with `exl3::linear`, and the CUDA kernels are registered by their own library. Here
 are the fakes of both, and the CPU's implementation: torch's operators in the order and with the
-roundings of vLLM's own norm and activation, then `exl3::linear`, so that a model on a CPU says the
-same whether its graph was fused or not.
+roundings by which vLLM defines its norm and activation, then `exl3::linear`. Compiled code may
+leave such roundings out; but for those a model says the same whether its graph was fused or not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 
 import torch
+
+from exl3_plugin.format import shard_columns
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of activations on a CPU; the CUDA kernels take the last two."""
@@ -121,13 +123,8 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _norm_linear_fake(x, residual, norm_weight, epsilon, trellis, suh, svh, bias, shards, k_begin):
-    return x.new_empty(*x.shape[:-1], _columns(shards)), x.new_empty(x.shape)
+    return x.new_empty(*x.shape[:-1], shard_columns(shards)), x.new_empty(x.shape)
 
 
 def _gated_linear_fake(x, trellis, suh, svh, bias, shards, k_begin):
-    return x.new_empty(*x.shape[:-1], _columns(shards))
-
-
-def _columns(shards: list[int]) -> int:
-    """Columns that a layer returns: the last of five numbers of each shard."""
-    return sum(shards[4::5])
+    return x.new_empty(*x.shape[:-1], shard_columns(shards))

@@ -79,7 +79,7 @@ class Exl3FusionPass(InductorPass):
         return get_hash_for_files((__file__, fused.__file__)).hex()
 
 
-# Whether to
+# When the pass is installed
 
 
 def install(config: VllmConfig | None) -> None:
@@ -145,13 +145,12 @@ def _fuse_norm(graph: fx.Graph, linear: fx.Node, order: dict[fx.Node, int]) -> b
     if normed is None or not _calls(normed, operator.getitem) or normed.args[1] != 0:
         return False
     norm = normed.args[0]
-    if not _calls(norm, _NORM) or k_begin != 0:
+    if not _calls(norm, _NORM) or norm.kwargs or len(norm.args) < 4 or k_begin != 0:
         return False
     states, residual, norm_weight, epsilon, *variance_size = norm.args
     sums = [user for user in norm.users if user is not normed]
     if (
-        norm.kwargs
-        or any(size is not None for size in variance_size)
+        any(size is not None for size in variance_size)
         or not all(_calls(user, operator.getitem) and user.args[1] == 1 for user in sums)
         or not _may_be_normed(states, residual, norm_weight)
         or not _same_rows(states, x)
@@ -241,11 +240,11 @@ def _gate_and_up(node: fx.Node) -> fx.Node | None:
     if up.args[0] is not both or value is None or _row_width(value) is None:
         return None
     half, rest = divmod(value.shape[-1], 2)
-    halves = _columns(gate), _columns(up)
+    halves = _sliced_columns(gate), _sliced_columns(up)
     return both if rest == 0 and halves == (range(half), range(half, 2 * half)) else None
 
 
-def _columns(node: fx.Node) -> range | None:
+def _sliced_columns(node: fx.Node) -> range | None:
     """Which columns of a row a slice keeps; None where it cuts something else."""
     source, dim, start, end, step, *_ = (*node.args, *(0, 0, None, None, 1)[len(node.args) :])
     value = _value(source)

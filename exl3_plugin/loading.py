@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from vllm.model_executor.utils import set_weight_attrs
 
 from exl3_plugin import ops
-from exl3_plugin.format import CODEBOOKS, MARKERS, TILE
+from exl3_plugin.format import CODEBOOKS, MARKERS, SHARD_FIELDS, TILE
 from exl3_plugin.shards import Cut, Layout, Member
 
 if TYPE_CHECKING:
@@ -391,8 +391,8 @@ def is_finished(layer: torch.nn.Module) -> bool:
 def _pieces(layer: torch.nn.Module) -> Iterator[tuple[list[int], torch.Tensor]]:
     """For each segment its numbers in `Held.shards` and its words, a flat view of the trellis."""
     shards, at = layer.exl3.shards, 0
-    for i in range(0, len(shards), ops.SHARD_FIELDS):
-        shard = shards[i : i + ops.SHARD_FIELDS]
+    for i in range(0, len(shards), SHARD_FIELDS):
+        shard = shards[i : i + SHARD_FIELDS]
         count = layer.suh.shape[1] // TILE * (shard[2] // TILE) * shard[1]
         yield shard, layer.trellis.data[at : at + count]
         at += count

@@ -16,10 +16,7 @@ from typing import NamedTuple
 import torch
 
 from exl3_plugin import env, fused
-from exl3_plugin.format import BLOCK, CODEBOOKS, TILE
-
-SHARD_FIELDS = 5
-"""Numbers that describe one shard: codebook index, words a tile, n, n_begin, n_out."""
+from exl3_plugin.format import BLOCK, CODEBOOKS, TILE, shard_columns
 
 GEMM, DENSE, STREAM = 0, 1, 2
 """Kernels a plan names: straight from the trellis, through a rebuilt slice of the weight, or
@@ -183,12 +180,8 @@ def capability_error(capability: int, built: Sequence[int], ptx: Sequence[int] =
     )
 
 
-def _columns(shards):
-    return sum(shards[SHARD_FIELDS - 1 :: SHARD_FIELDS])
-
-
 def _linear_fake(x, trellis, suh, svh, bias, shards, k_begin=0):
-    return x.new_empty(*x.shape[:-1], _columns(shards))
+    return x.new_empty(*x.shape[:-1], shard_columns(shards))
 
 
 def _linear_with_fake(x, trellis, suh, svh, bias, shards, k_begin, plan):
@@ -196,7 +189,9 @@ def _linear_with_fake(x, trellis, suh, svh, bias, shards, k_begin, plan):
 
 
 def _dense_weight_fake(trellis, suh, svh, shards, k_begin, k_in, bf16):
-    return suh.new_empty(_columns(shards), k_in, dtype=torch.bfloat16 if bf16 else torch.float16)
+    return suh.new_empty(
+        shard_columns(shards), k_in, dtype=torch.bfloat16 if bf16 else torch.float16
+    )
 
 
 def _reconstruct_fake(trellis, codebook):

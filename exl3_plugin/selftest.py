@@ -3,8 +3,8 @@
 On the first layer of each distinct matrix (sizes, rate, codebook) the layer is multiplied with
 random activations at a few row counts, so through every kernel a plan may choose, and compared in
 some 128-column blocks with a product in float64. The truth is decoded here, by gathering 16-bit
-windows of the stored words, and shares nothing with the kernels. Where vLLM's graphs will have
-norms and activations inside layers, those operators are tested too.
+windows of the stored words, and shares nothing with the kernels. Where the device takes
+norms and activations inside layers (`EXL3_FUSE`), those operators are tested too.
 
 Errors are measured in units of what an output is in the mean: |svh| of its column times the root
 mean square of the block before svh. Rounding is below 0.02 units with bfloat16 (half a unit in the

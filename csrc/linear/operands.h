@@ -1,4 +1,4 @@
-// Activations and results of a product: where they lie, what they cover.
+// Activations and results of a product: where they lie, what they cover, what comes before it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Rows of activations as the layer behind them wants them, see prologue.cuh. The arithmetic and its
-// order are those of the product of one row, so the results are the same bits.
+// order are those of the product of one row.
 #include "device/instructions.cuh"
 #include "linear/launch.cuh"
 #include "linear/prepare.h"

@@ -1,5 +1,5 @@
-// What stands before a layer, as a kernel of its own: for more than the one row whose product does
-// it itself.
+// The norm or activation before a layer as a kernel of its own: for every call that the stream
+// kernel, which does it itself, does not take.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -62,6 +62,7 @@ __device__ __forceinline__ void prepare_inputs(const StreamParams& p, const Stre
                                                bool first_part, int first, int count,
                                                uint8_t* inputs) {
   __shared__ float meet[kStreamWarps];
+  static_assert(sizeof(meet) <= kStreamMeetBytes);
   float factor = 1.0f;
   if (p.prologue.kind == PrologueKind::kNorm) {
     const bool store = first_part && block_index() == 0 && p.prologue.sum != nullptr;
@@ -82,7 +83,8 @@ __device__ __forceinline__ void prefetch_scales(const StreamParams& p, const Str
   prefetch_l2(shard.suh + 64 * at);
 }
 
-// Likewise the weight of the norm.
+// Likewise the weight of the norm, which a kernel before this one may have made: into L2 alone,
+// where it cannot be an old one.
 __device__ __forceinline__ void prefetch_norm(const StreamParams& p) {
   const int bytes = p.input.k_in * (p.prologue.weight_dtype == Dtype::kFloat32 ? 4 : 2);
 #pragma unroll 1

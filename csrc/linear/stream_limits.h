@@ -33,11 +33,13 @@ constexpr int stream_positions(int multiprocessors, int64_t strips) {
   return best;
 }
 
+inline constexpr int kStreamMeetBytes = 128;  // what the kernel declares itself, at most
+
 // Whether shared memory has room for the activations.
 constexpr bool stream_fits(int64_t k, int64_t strips, int64_t positions, int64_t shared_bytes) {
-  return positions >= 1 &&
-         kStreamRingBytes + stream_input_blocks(k, strips, positions) * kStreamBlockBytes <=
-             shared_bytes;
+  if (positions < 1) return false;
+  const int64_t inputs = stream_input_blocks(k, strips, positions) * kStreamBlockBytes;
+  return kStreamRingBytes + kStreamMeetBytes + inputs <= shared_bytes;
 }
 
 // How the steps of a part, which lies in one shard, are dealt to the warps of its position.

@@ -1,5 +1,5 @@
 // torch registration of layers with what stands before them: a residual and an RMS norm, or a gated
-// activation. One row of the stream kernel does it itself, more rows have a kernel for it.
+// activation. The stream kernel does it itself, other calls have a kernel for it.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -33,14 +33,14 @@ struct Activations {
   Dtype dtype;
 };
 
-// `wide` is how many inputs of the layer's width a row of x holds one behind the other.
-Activations read_activations(const char* op, const Tensor& x, int64_t wide, const Weights& weights,
+// A row of x holds `parts` rows of inputs, one behind the other.
+Activations read_activations(const char* op, const Tensor& x, int64_t parts, const Weights& weights,
                              int64_t k_begin, int device) {
   STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == device, op,
                   ": x must be on the device of the weights, cuda:", device);
   STD_TORCH_CHECK(x.dim() >= 1, op, ": x must have at least one dimension");
-  const int64_t width = x.size(x.dim() - 1), k_in = width / wide;
-  STD_TORCH_CHECK(width % wide == 0, op, ": the last dimension of x is ", width,
+  const int64_t width = x.size(x.dim() - 1), k_in = width / parts;
+  STD_TORCH_CHECK(width % parts == 0, op, ": the last dimension of x is ", width,
                   ", expected an even number: gate, then up");
   STD_TORCH_CHECK(k_begin >= 0 && k_begin + k_in <= weights.k, op, ": x covers rows [", k_begin,
                   ", ", k_begin + k_in, ") but the weights have ", weights.k);
@@ -66,7 +66,8 @@ Activations prepare(const Activations& x, const Prologue& prologue, bool depende
   params.prologue = prologue;
   params.m = static_cast<int>(x.m);
   params.out = rows.mutable_data_ptr();
-  check_launch("what stands before the layer", launch_prepare(params, dependent, stream));
+  check_launch("the norm or activation before the layer",
+               launch_prepare(params, dependent, stream));
   return {rows, x.m, x.k_in, x.k_in, x.k_begin, x.dtype};
 }
 
@@ -293,7 +294,13 @@ Tensor run_linear(const char* op, const Tensor& x, const Tensor& trellis, const 
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = weights.n_out;
   Tensor y = torch::stable::new_empty(x, sizes);
-  if (rows.m == 0 || weights.n_out == 0) return y;
+  const cudaStream_t stream = stream_of(device);
+  const bool dependent = options().dependent_launch && facts.architecture >= 90;
+  if (rows.m == 0) return y;
+  if (weights.n_out == 0) {
+    if (prologue.sum != nullptr) prepare(rows, prologue, dependent, stream);
+    return y;
+  }
 
   const Shard& first = weights.shards[0];
   const Problem problem{rows.m, weights.k, weights.n, first.half_bits,
@@ -314,9 +321,7 @@ Tensor run_linear(const char* op, const Tensor& x, const Tensor& trellis, const 
                     " block(s)");
   }
 
-  const cudaStream_t stream = stream_of(device);
   if (prepares && plan.kernel != Kernel::kStream) {
-    const bool dependent = options().dependent_launch && facts.architecture >= 90;
     rows = prepare(rows, prologue, dependent, stream);
   }
   if (plan.kernel == Kernel::kDense) {

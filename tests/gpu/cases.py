@@ -12,6 +12,9 @@ from tests.gpu import oracle
 from tests.ops.linear_cases import RATES, Shard, random_shard
 
 DTYPES = (torch.bfloat16, torch.float16)
+FUSED = [("mcg", 64, 384), ("mcg", 64, 256, 10, 201), ("mul1", 40, 256), ("3inst", 96, 128)]
+"""Shards of one layer: rates, codebooks and columns that are not all wanted."""
+
 ROWS = (
     *(0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 63, 64, 65),
     *(100, 127, 128, 129, 256, 300, 1000),

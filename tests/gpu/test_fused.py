@@ -27,13 +27,12 @@ from tests.ops import fused_cases
 pytestmark = pytest.mark.usefixtures("gpu", "kernels")
 
 ROWS = (1, 2, 5, 17, 64, 300)
-FUSED = [("mcg", 64, 384), ("mcg", 64, 256, 10, 201), ("mul1", 40, 256), ("3inst", 96, 128)]
 LAYERS = {
     "3inst": [("3inst", 64, 512)],
     "mcg": [("mcg", 64, 512)],
     "mul1": [("mul1", 64, 512)],
     "mul1 2.5 bits": [("mul1", 40, 512)],
-    "shards": FUSED,
+    "shards": cases.FUSED,
 }
 NORMS = [(d, w) for d in cases.DTYPES for w in (d, torch.float32)]
 
@@ -114,7 +113,7 @@ def test_padding_cuts_and_biases(k, k_begin, k_in, capfd):
     """Inputs that end inside a block, and begin there; three dtypes of bias."""
     report = cases.Report()
     for bias in (torch.float32, torch.bfloat16, torch.float16):
-        layer = cases.make_layer([33, k], k, FUSED, bias=bias, k_begin=k_begin)
+        layer = cases.make_layer([33, k], k, cases.FUSED, bias=bias, k_begin=k_begin)
         for dtype in cases.DTYPES:
             case = f"{k_in} of {k} from {k_begin}, {bias}"
             check_norm(report, layer, k_in, dtype, dtype, case, (1, 2, 17, 130))
@@ -171,7 +170,7 @@ def same(one: tuple, other: tuple) -> bool:
 @quick
 def test_a_row_alone_is_the_same_each_time():
     """Each of 64 rows as a batch of one, in two orders, with other calls between."""
-    layer = cases.make_layer(36, 1024, FUSED, bias=torch.float32)
+    layer = cases.make_layer(36, 1024, cases.FUSED, bias=torch.float32)
     for dtype in cases.DTYPES:
         for op, tensors in calls(layer, 64, dtype):
             first = [op(*(t[i : i + 1] for t in tensors)) for i in range(64)]
@@ -183,7 +182,7 @@ def test_a_row_alone_is_the_same_each_time():
 @quick
 @pytest.mark.parametrize("m", ROWS)
 def test_captured_and_replayed(m):
-    layer = cases.make_layer(37, 1024, FUSED)
+    layer = cases.make_layer(37, 1024, cases.FUSED)
     for op, tensors in calls(layer, 3 * m):
         batches = list(zip(*(t.split(m) for t in tensors)))
         eager = [op(*batch) for batch in batches]
@@ -242,7 +241,7 @@ def test_chains_with_and_without_dependent_launch(m, options):
 @quick
 @pytest.mark.parametrize("m", [1, 5, 64])
 def test_reruns_beside_a_busy_stream(m):
-    layer = cases.make_layer(42, 2048, FUSED)
+    layer = cases.make_layer(42, 2048, cases.FUSED)
     busy = torch.cuda.Stream()
     a = torch.randn(3072, 3072, device="cuda", dtype=torch.bfloat16)
     for op, tensors in calls(layer, m):
@@ -266,7 +265,7 @@ def test_reruns_beside_a_busy_stream(m):
 @quick
 @pytest.mark.parametrize("m", ROWS)
 def test_poisoned_outputs_and_workspaces(m):
-    layer = cases.make_layer(43, 1024, FUSED, bias=torch.float16)
+    layer = cases.make_layer(43, 1024, cases.FUSED, bias=torch.float16)
     for op, tensors in calls(layer, m):
         clean = op(*tensors)
         with test_hygiene.poisoned_memory():
@@ -281,7 +280,7 @@ def test_poisoned_outputs_and_workspaces(m):
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_rows_of_wider_tensors_and_more_dimensions(m):
     """Rows at odd places of tensors full of NaN, which no result may notice."""
-    layer = cases.make_layer(44, 1024, FUSED)
+    layer = cases.make_layer(44, 1024, cases.FUSED)
     for op, tensors in calls(layer, m):
         clean = op(*tensors)
         for begin in (64, 33):
@@ -299,7 +298,7 @@ def test_rows_of_wider_tensors_and_more_dimensions(m):
 
 @quick
 def test_inputs_are_not_written_to():
-    layer = cases.make_layer(45, 1024, FUSED)
+    layer = cases.make_layer(45, 1024, cases.FUSED)
     for m in ROWS:
         for op, tensors in calls(layer, m):
             before = [t.clone() for t in tensors]
@@ -312,7 +311,7 @@ def test_inputs_are_not_written_to():
 @quick
 @pytest.mark.parametrize("m", [3, 40])
 def test_what_is_not_finite_stays_in_its_row(m):
-    layer = cases.make_layer(46, 1024, FUSED)
+    layer = cases.make_layer(46, 1024, cases.FUSED)
     others = torch.tensor([i for i in range(m) if i != 1], device="cuda")
     for op, tensors in calls(layer, m):
         clean = op(*tensors)

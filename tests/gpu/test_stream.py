@@ -12,7 +12,6 @@ PLANS = {
     "exact": ops.Plan(ops.STREAM, 1, ops.EXACT, 0),
     "fast": ops.Plan(ops.STREAM, 1, ops.FAST, 0),
 }
-FUSED = [("mcg", 64, 384), ("mcg", 64, 256, 10, 201), ("mul1", 40, 256), ("3inst", 96, 128)]
 SHAPES = ((128, 128), (256, 1280), (1024, 128), (4096, 2048), (17408, 512), (640, 40960))
 
 over_forms = pytest.mark.parametrize("form", PLANS)
@@ -63,7 +62,7 @@ def test_fused_layers_and_cuts(capfd):
         ((384, 0, 384), (1024, 100, 900), (1024, 64, 960), (128, 5, 1), (2048, 0, 1))
     ):
         bias = (None, torch.float32, torch.bfloat16, torch.float16)[number % 4]
-        layer = cases.make_layer([23, number], k, FUSED, bias=bias, k_begin=k_begin)
+        layer = cases.make_layer([23, number], k, cases.FUSED, bias=bias, k_begin=k_begin)
         for dtype in cases.DTYPES:
             for blocks in (0, 1, 3, 50):
                 case = f"{k} from {k_begin}, {k_in}, {blocks} blocks"
@@ -75,7 +74,7 @@ def test_fused_layers_and_cuts(capfd):
 @over_forms
 def test_equal_bits(form, options):
     """Reruns beside a busy stream, with and without dependent launch, captured and replayed."""
-    layer = cases.make_layer(24, 2048, FUSED, bias=torch.float32)
+    layer = cases.make_layer(24, 2048, cases.FUSED, bias=torch.float32)
     rows = [cases.activations(25 + i, 1, 2048, torch.bfloat16) for i in range(4)]
     plan = PLANS[form]
     eager = [layer.run(x, plan) for x in rows]
@@ -123,7 +122,7 @@ def test_a_chain_of_calls(form, options):
 def test_memory(form):
     """Poisoned workspaces do not matter, and the peak is what is declared."""
     plan = PLANS[form]._replace(blocks=90)
-    layer = cases.make_layer(28, 1024, FUSED)
+    layer = cases.make_layer(28, 1024, cases.FUSED)
     x = cases.activations(29, 1, 1024, torch.bfloat16)
     clean = layer.run(x, plan)
     with test_hygiene.poisoned_memory():

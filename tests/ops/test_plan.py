@@ -87,6 +87,12 @@ def test_ranges_of_one_row_begin_with_strips():
     assert found == expected
 
 
+def test_one_row_needs_room_for_its_inputs():
+    """At the limit, beside the rings of 8 bits and what the kernel declares itself."""
+    wide = {k: ops.plan(DEVICES["H200"], 1, k, 17408, 8, "mcg").kernel for k in (17792, 17920)}
+    assert wide == {17792: ops.STREAM, 17920: ops.GEMM}
+
+
 @on_devices
 def test_exact_means_exact(device):
     for (k, n), (codebook, bits) in itertools.product(SHAPES, RATES):

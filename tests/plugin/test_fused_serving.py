@@ -34,7 +34,7 @@ def library():
     ops.load()
 
 
-# Whether to
+# When the pass is installed
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,23 @@ def test_norms_that_stay_outside(block):
     assert count == {"linear": 2 if block is two_layers else 1}
 
 
+@pytest.mark.parametrize("kept", [2, 3])
+def test_norms_called_by_keywords_stay_outside(kept):
+    def change(graph):
+        target = torch.ops.vllm_ir.fused_add_rms_norm.default
+        (norm,) = graph.find_nodes(op="call_function", target=target)
+        names = ("x", "x_residual", "weight", "epsilon", "variance_size")
+        norm.kwargs = dict(zip(names[kept:], norm.args[kept:]))
+        norm.args = norm.args[:kept]
+        fusion.Exl3FusionPass()(graph)
+        assert ours(graph) == {"linear": 1}
+
+    block = lambda x, residual, weight: (PLAIN(NORM(x, residual, weight, EPSILON)[0]),)  # noqa: E731
+    inputs = norm_inputs()
+    (found,) = compile_and_run(block, inputs, change)
+    assert torch.equal(found, block(*inputs)[0])
+
+
 def test_dtypes_that_stay_outside():
     x, residual, weight = norm_inputs()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -202,6 +203,20 @@ def closest(
         best = min(e.columns(*columns).fractions(part) for e in expectations)
         worst = tuple(map(max, worst, best))
     return worst
+
+
+def beside_a_busy_stream(reruns: int = 100) -> Iterator[int]:
+    """Counts reruns, while matmuls of another stream take multiprocessors away at random."""
+    busy = torch.cuda.Stream()
+    a = torch.randn(3072, 3072, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    for rerun in range(reruns):
+        if rerun % 5 == 0:
+            with torch.cuda.stream(busy):
+                for _ in range(3):
+                    a @ a
+        yield rerun
+    torch.cuda.synchronize()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

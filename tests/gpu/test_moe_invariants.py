@@ -5,7 +5,7 @@ import torch
 
 from exl3_plugin.experts import Kind
 from tests.gpu import moe_layers as moe
-from tests.gpu.cases import same_bits
+from tests.gpu.cases import beside_a_busy_stream, same_bits
 from tests.gpu.test_hygiene import poisoned_memory
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -34,18 +34,10 @@ def test_reruns_beside_a_busy_stream(name, layer):
     weights, ids = moe.routed(3, 48, 4, 24)
     x, plan = moe.rows(4, 48, 1024), moe.PLANS.get(name)
     first = layer.run(x, weights, ids, plan)
-    busy = torch.cuda.Stream()
-    a = torch.randn(3072, 3072, device="cuda", dtype=torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    for call in range(100):
-        if call % 5 == 0:
-            with torch.cuda.stream(busy):
-                for _ in range(3):
-                    a @ a
+    for _ in beside_a_busy_stream():
         got = layer.run(x, weights, ids, plan)
         wrong += (got.view(torch.int16) != first.view(torch.int16)).any()
-    torch.cuda.synchronize()
     assert int(wrong) == 0, f"{int(wrong)} of 100 reruns differ"
 
 

@@ -5,6 +5,20 @@
 
 namespace exl3 {
 
+// The stages of a transform over an array that a lane holds, not normalised.
+template <class T, int kCount>
+__device__ __forceinline__ void butterflies(T (&v)[kCount]) {
+#pragma unroll
+  for (int distance = 1; distance < kCount; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if ((i & distance) != 0) continue;
+      const T a = v[i], b = v[i + distance];
+      v[i] = a + b, v[i + distance] = a - b;
+    }
+  }
+}
+
 // The transforms of kCount blocks at once. Lane l holds elements 4l to 4l+3 of each. Two stages
 // inside the lane, five between lanes, fp32, natural order, not normalised: the caller multiplies
 // by 1/sqrt(128) where it rounds or scales anyway.
@@ -43,15 +57,7 @@ __device__ __forceinline__ void hadamard_128(float (&v)[4], int lane) {
 // The same for four blocks a warp: lane l holds elements 16 * (l % 8) onwards of block l / 8. Four
 // stages inside the lane, three between lanes.
 __device__ __forceinline__ void hadamard_128_by_16(float (&v)[16], int lane) {
-#pragma unroll
-  for (int distance = 1; distance < 16; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if ((i & distance) != 0) continue;
-      const float a = v[i], b = v[i + distance];
-      v[i] = a + b, v[i + distance] = a - b;
-    }
-  }
+  butterflies(v);
 #pragma unroll 1
   for (int distance = 1; distance < 8; distance *= 2) {
     const float sign = (lane & distance) != 0 ? -1.0f : 1.0f;

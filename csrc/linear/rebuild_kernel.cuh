@@ -30,19 +30,6 @@ __device__ __forceinline__ uint32_t sign_pair(uint32_t one, int row, int column)
   return (one | one << 16) | first << 15 | second << 31;
 }
 
-// Three butterfly stages over an array of eight.
-__device__ __forceinline__ void hadamard_8(__half2 (&v)[8]) {
-#pragma unroll
-  for (int distance = 1; distance < 8; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if ((i & distance) != 0) continue;
-      const __half2 a = v[i], b = v[i + distance];
-      v[i] = __hadd2(a, b), v[i + distance] = __hsub2(a, b);
-    }
-  }
-}
-
 // Three blocks a multiprocessor hide the latency of the first loads on sm_90. Where memory is
 // slower two are enough, and nothing spills.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
@@ -112,7 +99,7 @@ __global__ void __launch_bounds__(256, EXL3_REBUILD_BLOCKS)
   for (int t = 0; t < 8; ++t) raw_out[t] = __ldg(p.svh + number * p.svh_step + n + 16 * t);
   const uint4 raw_in = __ldg(reinterpret_cast<const uint4*>(p.suh + number * p.suh_step + k));
 #pragma unroll
-  for (int j = 0; j < 4; ++j) hadamard_8(half[j]);
+  for (int j = 0; j < 4; ++j) butterflies(half[j]);
 
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -140,7 +127,7 @@ __global__ void __launch_bounds__(256, EXL3_REBUILD_BLOCKS)
     v[3][t] = *reinterpret_cast<const __half2*>(&row.w);
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j) hadamard_8(v[j]);
+  for (int j = 0; j < 4; ++j) butterflies(v[j]);
   const __half2 in_scale[4] = {
       *reinterpret_cast<const __half2*>(&raw_in.x), *reinterpret_cast<const __half2*>(&raw_in.y),
       *reinterpret_cast<const __half2*>(&raw_in.z), *reinterpret_cast<const __half2*>(&raw_in.w)};

@@ -14,7 +14,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-// Rows of x's shape as pointer and stride; made contiguous where they are not rows of a 2-D slice.
+// Rows of x's shape, readable.
 Tensor rows_like(const char* op, const char* name, const Tensor& rows, const Tensor& x) {
   bool same = rows.dim() == x.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = rows.size(d) == x.size(d);
@@ -24,8 +24,7 @@ Tensor rows_like(const char* op, const char* name, const Tensor& rows, const Ten
                   " dimension(s), ", rows.numel(), " elements, scalar type ",
                   static_cast<int>(rows.scalar_type()), ", where x has ", x.dim(), ", ", x.numel(),
                   " and ", static_cast<int>(x.scalar_type()));
-  const bool in_place = rows.dim() == 2 && rows.stride(1) == 1 && rows.stride(0) >= rows.size(1);
-  return in_place ? rows : torch::stable::contiguous(rows);
+  return readable_rows(rows);
 }
 
 std::tuple<Tensor, Tensor> norm_linear(const Tensor x, const Tensor residual,

@@ -49,10 +49,8 @@ Activations read_activations(const char* op, const Tensor& x, int64_t parts, con
   STD_TORCH_CHECK(m < (int64_t{1} << 31), op, ": x has ", m,
                   " rows, at most 2^31 - 1 are possible");
   const Dtype dtype = activation_dtype(op, x);
-  // Rows of a 2-D slice are read where they lie; anything else is made contiguous first.
-  const bool in_place = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= width;
-  Tensor rows = in_place ? x : torch::stable::contiguous(x);
-  const int64_t stride = in_place ? x.stride(0) : width;
+  Tensor rows = readable_rows(x);
+  const int64_t stride = x.dim() == 2 ? rows.stride(0) : width;
   if (x.dim() != 2 && m > 0) rows = torch::stable::view(rows, {m, width});
   return {rows, m, k_in, stride, k_begin, dtype};
 }

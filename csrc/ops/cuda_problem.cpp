@@ -1,5 +1,6 @@
 #include "ops/cuda_problem.h"
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <array>
@@ -80,6 +81,11 @@ Dtype activation_dtype(const char* op, const Tensor& x) {
   if (x.scalar_type() == ScalarType::Half) return Dtype::kFloat16;
   STD_TORCH_CHECK(false, op, ": x has scalar type ", static_cast<int>(x.scalar_type()),
                   "; on CUDA x is bfloat16 or float16, convert it first");
+}
+
+Tensor readable_rows(const Tensor& x) {
+  const bool in_place = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= x.size(1);
+  return in_place ? x : torch::stable::contiguous(x);
 }
 
 const DeviceFacts& device_facts(int device) {

@@ -46,6 +46,9 @@ Weights read_weights(const char* op, const Tensor& trellis, const Tensor& suh, c
 
 Dtype activation_dtype(const char* op, const Tensor& x);
 
+// x where it lies if it is rows of a 2-D slice; anything else is made contiguous.
+Tensor readable_rows(const Tensor& x);
+
 // Facts of the current device, read once; throws where the kernels have no code for it.
 const DeviceFacts& device_facts(int device);
 

@@ -17,8 +17,7 @@ struct StreamConfig {
   static constexpr int kWarps = kStreamWarps;
   static constexpr int kThreads = 32 * kWarps;
   // What leaves room for the finishing kernel beside this one: it waits there for its turn, and the
-  // next product finds no multiprocessor taken by it. 120 would do too by arithmetic, but measured
-  // they do not; 5 and 6 bits spill with less.
+  // next product finds no multiprocessor taken by it. 5 and 6 bits spill with less than 120.
   static constexpr int kRegisters =
       (kHalfBits == 10 || kHalfBits == 12) && kForm == Form::kExact ? 120 : 112;
   static constexpr int kGroupWarps = 1;  // warps that share the steps of a strip's pieces
@@ -28,16 +27,15 @@ struct StreamConfig {
   static constexpr bool kSumsInputs = kForm == Form::kFast && kFamily == Family::kByteSum;
 
   static constexpr int kStepWeightBytes = 8 * R::words32 * 4;
-  static constexpr int kWarpBytes = kStreamRingBytes / kWarps;
-  // k16 steps of a stage. Few large stages lose less time to waiting than many small ones, and a
-  // third one only lengthens the burst of copies before the first product.
-  static constexpr int kStageSteps = kWarpBytes >= 3 * 4 * kStepWeightBytes ? 4 : 2;
+  // So short that the first product starts soon, so long that a warp rarely waits.
+  static constexpr int kStageSteps = kHalfBits < 6 || kHalfBits % 2 != 0 ? 4 : 2;
   static constexpr int kStageBytes = kStageSteps * kStepWeightBytes;
-  static constexpr int kStages = kStageSteps == 4 ? 2 : 3;
+  static constexpr int kStages = 2;
   static constexpr int kRingBytes = kStages * kStageBytes;  // of one warp
   // Stages that are fetched before the activations are there.
   static constexpr int kEarlyStages = 1;
-  static_assert(kStages > kEarlyStages && kStages * kStageBytes <= kWarpBytes);
+  static_assert(kStages > kEarlyStages && kStageBytes % 512 == 0);
+  static_assert(kWarps * kRingBytes <= kStreamRingBytes);
   static_assert(kRingBytes >= 128 * 4, "sums of the warps take the place of the ring");
 };
 

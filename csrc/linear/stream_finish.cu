@@ -11,11 +11,12 @@ namespace exl3 {
 namespace {
 
 constexpr int kWarps = 2;  // of a thread block; a warp finishes one strip
+// What it needs to have all worked out before it waits. It also fits beside the product: a block of
+// it leaves that 120 registers a thread.
+constexpr int kRegisters = 56;
 
-// Bounded to kFinishRegisters by the number of blocks, so that it fits beside the product. The plan
-// uses it on sm_90 alone, so it is empty elsewhere.
-__global__ void __launch_bounds__(32 * kWarps, 65536 / (32 * kWarps * kFinishRegisters))
-    finish_kernel(const __grid_constant__ FinishParams p) {
+// The plan uses it on sm_90 alone, so it is empty elsewhere.
+__global__ void __maxnreg__(kRegisters) finish_kernel(const __grid_constant__ FinishParams p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   constexpr int kBatch = 4;  // loads under way at a time
   release_dependents();

@@ -3,17 +3,15 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 
 #include "device/partition.cuh"
 
 namespace exl3 {
 
-inline constexpr int kStreamWarps = 16;      // of a thread block; one block a multiprocessor
-inline constexpr int kFinishRegisters = 32;  // of a thread of the finishing kernel
+inline constexpr int kStreamWarps = 16;  // of a thread block; one block a multiprocessor
 
 // Bytes of shared memory for the rings of all warps. The rest holds the activations.
-inline constexpr int kStreamRingBytes = 192 * 1024;
+inline constexpr int kStreamRingBytes = 128 * 1024;
 inline constexpr int kStreamBlockBytes = 256;  // of 128 activations
 
 // Blocks of 128 inputs that a position needs at most: those of its range, or all.
@@ -23,14 +21,12 @@ constexpr int64_t stream_input_blocks(int64_t k, int64_t strips, int64_t positio
 }
 
 // Positions for so many strips: as many as there are multiprocessors, or up to 5 % fewer where then
-// the ranges of positions and the strips begin together more often. A position that has parts of
-// two strips takes longer than one that has not.
+// no position has parts of two strips, or all have the same whole ones.
 constexpr int stream_positions(int multiprocessors, int64_t strips) {
-  int best = multiprocessors;
   for (int p = multiprocessors; 100 * p >= 95 * multiprocessors; --p) {
-    if (std::gcd(int64_t{p}, strips) > std::gcd(int64_t{best}, strips)) best = p;
+    if (p % strips == 0 || strips % p == 0) return p;
   }
-  return best;
+  return multiprocessors;
 }
 
 inline constexpr int kStreamMeetBytes = 128;  // what the kernel declares itself, at most

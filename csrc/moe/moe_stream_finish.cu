@@ -11,63 +11,76 @@
 namespace exl3 {
 namespace {
 
-constexpr int kWarps = 8;  // of a thread block; a warp takes one slot, a block 128 outputs
+constexpr int kWarps = 4;  // of a thread block, which makes 128 outputs of a token
 constexpr int kThreads = 32 * kWarps;
+constexpr int kSlots = 2;  // that a warp takes at a time
+// What it needs to have most worked out before it waits, and what leaves it room beside a product.
+constexpr int kRegisters = 64;
 
-// Registers that leave room for it beside a product, where it waits for its turn. Empty where the
-// route for few tokens is not used.
+// Empty where the route for few tokens is not used.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 65536 / (kThreads * kFinishRegisters))
+__global__ void __maxnreg__(kRegisters)
     moe_finish_kernel(const __grid_constant__ MoeFinishParams p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   __shared__ MoeRoute route;
-  __shared__ __align__(16) float rows[kWarps][128];
+  __shared__ __align__(16) float rows[kWarps * kSlots][128];
   release_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int block = blockIdx.x, token = blockIdx.y;
   // As down, this kernel starts only once the routing is there.
   const int tiles = find_route<kThreads>(p.ids, route);
   const MoeShares shares = MoeShares::of(p.work, tiles);
+  const auto place_of = [&](int slot) {
+    return slot < p.top_k ? route.place[token * p.top_k + slot] : -1;
+  };
   const auto scales_of = [&](int tile) {
     return p.svh + int64_t{route.expert[tile]} * p.work.strips * 128 + block * 128 + 4 * lane;
   };
-  if (warp < p.top_k && route.place[token * p.top_k + warp] >= 0) {
-    prefetch_l2(scales_of(route.place[token * p.top_k + warp] / p.ids.rows));
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    const int place = place_of(warp * kSlots + i);
+    if (place >= 0) prefetch_l2(scales_of(place / p.ids.rows));
   }
   await_predecessors();
 
   float sum = 0.0f;  // of one column a thread
 #pragma unroll 1
-  for (int first = 0; first < p.top_k; first += kWarps) {
-    const int slot = first + warp, pair = token * p.top_k + slot;
-    const int place = slot < p.top_k ? route.place[pair] : -1;
-    if (place >= 0) {
-      const int rows_of_tile = p.ids.rows;
-      const int tile = place / rows_of_tile, row = place - tile * rows_of_tile;
-      const float4 scales = load_scales(scales_of(tile));
-      const float weight = p.weights != nullptr ? __ldg(p.weights + pair) : 1.0f;
-      float z[1][4];
-      add_parts<1>(
-          p.from, p.work, shares, rows_of_tile, row, lane,
-          [&](int) { return tile * p.work.strips + block; }, z);
-      hadamard_128(z, lane);
-      *reinterpret_cast<float4*>(rows[warp] + 4 * lane) =
-          make_float4(z[0][0] * kHadamardScale * scales.x * weight,
-                      z[0][1] * kHadamardScale * scales.y * weight,
-                      z[0][2] * kHadamardScale * scales.z * weight,
-                      z[0][3] * kHadamardScale * scales.w * weight);
+  for (int first = 0; first < p.top_k; first += kWarps * kSlots) {
+    // What is found for a slot without an expert is not looked at.
+    float4 scales[kSlots] = {};
+    float weights[kSlots] = {};
+    int tile[kSlots] = {}, row[kSlots] = {};
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      const int slot = first + warp * kSlots + i, place = place_of(slot);
+      if (place < 0) continue;
+      tile[i] = place / p.ids.rows;
+      row[i] = place - tile[i] * p.ids.rows;
+      scales[i] = load_scales(scales_of(tile[i]));
+      weights[i] = p.weights != nullptr ? __ldg(p.weights + token * p.top_k + slot) : 1.0f;
+    }
+    float z[kSlots][4];
+    add_parts<kSlots>(
+        p.from, p.work, shares, p.ids.rows, row, lane,
+        [&](int i) { return (i == 0 ? tile[0] : tile[1]) * p.work.strips + block; }, z);
+    hadamard_128(z, lane);
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      *reinterpret_cast<float4*>(rows[warp * kSlots + i] + 4 * lane) =
+          make_float4(z[i][0] * kHadamardScale * scales[i].x * weights[i],
+                      z[i][1] * kHadamardScale * scales[i].y * weights[i],
+                      z[i][2] * kHadamardScale * scales[i].z * weights[i],
+                      z[i][3] * kHadamardScale * scales[i].w * weights[i]);
     }
     __syncthreads();
-    if (threadIdx.x < 128) {
 #pragma unroll 1
-      for (int w = 0; w < min(kWarps, p.top_k - first); ++w) {
-        if (route.place[token * p.top_k + first + w] >= 0) sum += rows[w][threadIdx.x];
-      }
+    for (int i = 0; i < min(kWarps * kSlots, p.top_k - first); ++i) {
+      if (place_of(first + i) >= 0) sum += rows[i][threadIdx.x];
     }
     __syncthreads();
   }
   const int column = block * 128 + static_cast<int>(threadIdx.x);
-  if (threadIdx.x < 128 && column < p.n_out) {
+  if (column < p.n_out) {
     static_cast<T*>(p.out)[int64_t{token} * p.n_out + column] = static_cast<T>(sum);
   }
 #endif

@@ -14,12 +14,13 @@
 
 namespace exl3 {
 
-// Sums of kCount strips of one row, part by part in the order of k, channels 4 * lane onwards. The
-// strips are told apart by lane: lane l % kCount finds the parts of strip(l % kCount).
+// Sums of kCount strips, of one row each, part by part in the order of k, channels 4 * lane
+// onwards. The strips are told apart by lane: lane l % kCount finds the parts of strip(l % kCount).
 template <int kCount, class Strip>
 __device__ __forceinline__ void add_parts(const MoeStreamSums& from, const MoeStreamWork& work,
-                                          const MoeShares& shares, int rows, int row, int lane,
-                                          Strip&& strip_of, float (&z)[kCount][4]) {
+                                          const MoeShares& shares, int rows,
+                                          const int (&row)[kCount], int lane, Strip&& strip_of,
+                                          float (&z)[kCount][4]) {
   const int mine = strip_of(lane % kCount);
   const MoeParts parts = MoeParts::of(work, shares, mine);
   const int stride = rows * 128;
@@ -31,7 +32,7 @@ __device__ __forceinline__ void add_parts(const MoeStreamSums& from, const MoeSt
     const int first = __shfl_sync(0xFFFFFFFFu, parts.first, i);
     count[i] = __shfl_sync(0xFFFFFFFFu, parts.count, i);
     const bool goes_on = __shfl_sync(0xFFFFFFFFu, parts.goes_on ? 1 : 0, i) != 0;
-    const int channel = row * 128 + 4 * lane;
+    const int channel = row[i] * 128 + 4 * lane;
     at[i] = from.partials + int64_t{first + strip} * stride + channel;
     ends[i] = goes_on ? from.ends + int64_t{strip} * stride + channel : nullptr;
     most = max(most, count[i]);
@@ -78,7 +79,7 @@ __device__ __forceinline__ void activate_sums(const MoeStreamParams& p, const Mo
   const uint16_t* svh = p.svh + int64_t{expert} * 2 * width + channel;
   const float4 scales[2] = {load_scales(svh), load_scales(svh + width)};
   add_parts<2>(
-      p.from, p.before, before, p.ids.rows, row, lane,
+      p.from, p.before, before, p.ids.rows, {row, row}, lane,
       [&](int half) { return (tile * 2 + half) * strips + block; }, both);
   hadamard_128(both, lane);
   const float gate_scales[4] = {scales[0].x, scales[0].y, scales[0].z, scales[0].w};

@@ -82,15 +82,15 @@ def test_tall_blocks_of_all_row_tiles_run_at_once():
 
 def test_ranges_of_one_row_begin_with_strips():
     """At most 5 % of the multiprocessors stay idle for it, and none where blocks have strips."""
-    expected = {12288: 128, 6144: 128, 4096: 128, 2048: 128, 5120: 130, 24576: 132, 1024: 96}
+    expected = {12288: 132, 6144: 132, 4096: 128, 2048: 128, 5120: 132, 24576: 132, 1024: 96}
     found = {n: ops.plan(DEVICES["H200"], 1, 4096, n, 4, "mcg").blocks for n in expected}
     assert found == expected
 
 
 def test_one_row_needs_room_for_its_inputs():
     """At the limit, beside the rings of 8 bits and what the kernel declares itself."""
-    wide = {k: ops.plan(DEVICES["H200"], 1, k, 17408, 8, "mcg").kernel for k in (17792, 17920)}
-    assert wide == {17792: ops.STREAM, 17920: ops.GEMM}
+    wide = {k: ops.plan(DEVICES["H200"], 1, k, 17408, 8, "mcg").kernel for k in (50560, 50688)}
+    assert wide == {50560: ops.STREAM, 50688: ops.GEMM}
 
 
 @on_devices

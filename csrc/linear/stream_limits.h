@@ -23,7 +23,7 @@ constexpr int64_t stream_input_blocks(int64_t k, int64_t strips, int64_t positio
 // Positions for so many strips: as many as there are multiprocessors, or up to 5 % fewer where then
 // no position has parts of two strips, or all have the same whole ones.
 constexpr int stream_positions(int multiprocessors, int64_t strips) {
-  for (int p = multiprocessors; 100 * p >= 95 * multiprocessors; --p) {
+  for (int p = multiprocessors; strips > 0 && 100 * p >= 95 * multiprocessors; --p) {
     if (p % strips == 0 || strips % p == 0) return p;
   }
   return multiprocessors;

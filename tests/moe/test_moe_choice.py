@@ -56,10 +56,10 @@ def test_few_tokens_have_a_route_of_their_own():
     """As many rows a tile as there are tokens, up to 4, where shared memory has room for them."""
     assert [choose(H200, m, QWEN3)[0] for m in range(1, 9)] == [1, 2, 4, 4, 4, 4, 4, 4]
     assert [choose(H200, m, GLM)[0] for m in (1, 2, 4, 8, 9)] == [1, 2, 4, 4, 8]
-    # Inputs of 14,336 columns leave no room; with 7,168 there is room for one row, which serves
+    # Inputs of 28,672 columns leave no room; with 14,336 there is room for one row, which serves
     # where an expert seldom has two: more would be decoded again.
-    assert choose(H200, 1, (2, 8, 8, 4096, 14336, 4096))[0] == 8
-    assert [choose(H200, m, (8, 256, 256, 7168, 2048, 7168))[0] for m in (1, 8)] == [1, 1]
+    assert choose(H200, 1, (2, 8, 8, 4096, 28672, 4096))[0] == 8
+    assert [choose(H200, m, (8, 256, 256, 14336, 2048, 14336))[0] for m in (1, 8)] == [1, 1]
     assert [choose(H200, m, (2, 8, 8, 7168, 2048, 7168))[0] for m in (1, 8)] == [1, 8]
     for device in (PRO6000, A100):
         assert choose(device, 1, QWEN3)[0] == 8

@@ -27,7 +27,8 @@ struct StreamConfig {
   static constexpr bool kSumsInputs = kForm == Form::kFast && kFamily == Family::kByteSum;
 
   static constexpr int kStepWeightBytes = 8 * R::words32 * 4;
-  // So short that the first product starts soon, so long that a warp rarely waits.
+  // So short that the first product starts soon, so long that a warp rarely waits; of rates with
+  // half a bit two steps are no whole rows of 512 bytes, which a copy brings.
   static constexpr int kStageSteps = kHalfBits < 6 || kHalfBits % 2 != 0 ? 4 : 2;
   static constexpr int kStageBytes = kStageSteps * kStepWeightBytes;
   static constexpr int kStages = 2;

@@ -60,6 +60,7 @@ __global__ void __maxnreg__(kRegisters)
       weights[i] = p.weights != nullptr ? __ldg(p.weights + token * p.top_k + slot) : 1.0f;
     }
     float z[kSlots][4];
+    static_assert(kSlots == 2, "the strip is chosen without an index into registers");
     add_parts<kSlots>(
         p.from, p.work, shares, p.ids.rows, row, lane,
         [&](int i) { return (i == 0 ? tile[0] : tile[1]) * p.work.strips + block; }, z);

@@ -8,6 +8,27 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
+TOGETHER = {
+    "docker/test_real_vllm.py": "the checkout's Docker engine",
+    "docker": "a Docker engine",
+    "images": "the checkout's Docker engine",
+    "gpu": "the card",
+    "e2e": "the checkout's venv and store",
+    "test_readme.py": "the checkout's venv and store",
+}
+"""What tests share and what `scripts/test`, which runs them in two processes, therefore leaves to
+one of these. Other files share nothing."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Names each test's group to pytest-xdist, where that is installed."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        path = item.path.relative_to(CHECKOUT / "tests").as_posix()
+        group = TOGETHER.get(path) or TOGETHER.get(path.partition("/")[0], path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
 
 def find_reference_data() -> Path | None:
     """The folder with exllamav3's own results: `EXL3_TEST_DATA`, else `../shared/data`."""

@@ -21,7 +21,8 @@ apt_install() {
     as_root=(sudo -n)
   fi
   say "installing $* with apt-get"
-  local install=(env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends)
+  local install=(env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
+    -o DPkg::Lock::Timeout=600)
   "${as_root[@]}" "${install[@]}" "$@" > /dev/null 2>&1 || {
     "${as_root[@]}" apt-get update -qq || die "no network: apt-get cannot reach its package lists"
     "${as_root[@]}" "${install[@]}" "$@" > /dev/null || die "apt-get could not install $*"

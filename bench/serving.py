@@ -17,10 +17,12 @@ is kept in the file at once, so that a table can be put together from several sh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,7 +79,7 @@ def run_arm(arm: str, job: dict, log: Path, keep) -> None:
     with log.open("w") as errors:
         process = subprocess.Popen(
             command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=errors, text=True,
-            env=environment,
+            env=environment, start_new_session=True,
         )  # fmt: skip
         late = threading.Timer(job["budget_s"] + GRACE_S, process.terminate)
         late.start()
@@ -89,11 +91,26 @@ def run_arm(arm: str, job: dict, log: Path, keep) -> None:
             raise
         finally:
             late.cancel()
-            process.wait()
+            end_session(process)
     keep({"arm": arm, "mode": job["mode"]} | log_facts(log))
     if process.returncode:
         end = log.read_text(errors="replace")[-3000:]
         raise RuntimeError(f"arm {arm} ended with {process.returncode}; {log} ends:\n{end}")
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """Wait for an arm that is done or was told to stop; what is left of its session is killed.
+
+    A server or an engine that stayed would hold the device's memory, and the next arm would fail.
+    """
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -185,6 +202,8 @@ def main(
     show: Annotated[bool, typer.Option("--table", help="print a table of such files")] = False,
 ) -> None:
     """Measures arms one after the other and prints one table."""
+    # `timeout` and the like: the arm that runs is ended as for Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(width=None if sys.stdout.isatty() else 160)
     if show:
         lines = [json.loads(li) for f in arms for li in Path(f).read_text().splitlines()]

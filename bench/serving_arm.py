@@ -7,7 +7,6 @@ it is measured, so that what was measured survives a time limit. vLLM's own outp
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import statistics
@@ -145,7 +144,7 @@ def over_http(job: Job) -> Iterator[dict]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     for name, value in job.arguments.items():
         command += flags(name, value)
-    server = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    server = subprocess.Popen(command, stdout=sys.stderr)
     try:
         wait_until_healthy(f"http://127.0.0.1:{port}/health", server, began + job.budget_s)
         yield {"start_s": round(time.monotonic() - began, 1)}
@@ -218,14 +217,13 @@ def wait_until_healthy(url: str, server: subprocess.Popen, deadline: float) -> N
 
 
 def stop(server: subprocess.Popen) -> None:
-    """End the server and what it started."""
-    if server.poll() is None:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+    """End the server; what it leaves behind, `bench/serving.py` ends with this arm's session."""
+    server.terminate()
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def device() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from exl3_host import procs
 from rich.console import Console
 
 from bench import random_checkpoint, serving, serving_arm, step_profile
@@ -199,3 +201,31 @@ def test_a_checkpoint_is_measured_on_this_machine(mode, tmp_path, monkeypatch):
     assert all(point["output_tokens_s"] > 0 and point["mean_ttft_ms"] > 0 for point in points)
     assert any(line.get("kv_tokens") for line in lines)
     assert "prefill 50: tokens/s" in run("serving.py", "--table", tmp_path / "lines").stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_leaves_no_process(tmp_path, monkeypatch):
+    """As `timeout` ends it: SIGTERM to the program alone, in the middle of a point."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    random_checkpoint.make("tiny", tmp_path / "m", 4, holes=True)
+    lines = tmp_path / "lines"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, BENCH / "serving.py", f"exl3={tmp_path / 'm'}", "--mode", "serve"),
+            *("--concurrency", "4", "--output", "2000", "--engine", '{"enforce_eager": true}'),
+            *("--json", lines, "--logs", tmp_path),
+        ],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not (lines.exists() and "start_s" in lines.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.5)
+        started = {pid: procs.start_ticks(pid) for pid in procs.tree(process.pid)}
+        assert len(started) >= 4, "the program, the arm, vLLM's server and its engine"
+    finally:
+        process.terminate()
+    assert process.wait(120) == 128 + signal.SIGTERM
+    assert [pid for pid, ticks in started.items() if procs.start_ticks(pid) == ticks] == []
+    assert '"output_tokens_s"' not in lines.read_text(), "it was ended before its first point"

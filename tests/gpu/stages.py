@@ -1,12 +1,15 @@
 """Run as a program: what serving on a GPU must show beyond single checkpoints (`serving.py`).
 
     python tests/gpu/stages.py STAGE [--model DIR] [--ranks N] [--budget SECONDS] [--work DIR]
+                                    [--compile] [--cases NAME,..]
 
 graphs    64 prompts of unlike lengths are answered at once, eagerly and through captured graphs,
           with VLLM_BATCH_INVARIANT=1: every token must be the same. Inductor stays off, since its
           fused kernels round elsewhere; a third run, as served, is compared without a verdict.
           Also, loaded bytes against the checkpoint's.
-families  tiny checkpoints of every family in tests/plugin/families.py against their dense twins
+families  tiny checkpoints of every family in tests/plugin/families.py against their dense twins,
+          eager, or with --compile as served; --cases NAME,NAME,.. for some of them, so that
+          several processes can share the work
 mtp       a tiny Qwen3.5 speculates with a draft whose linears are EXL3: the greedy texts must be
           those without it, but for ties, and the draft must be right as often as its dense twin
 
@@ -33,7 +36,14 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "plugin")]
 
-from serving import FIXTURES, MEAN_DIFFERENCE, SAME_BEST, clean_up, settle_environment  # noqa: E402
+from serving import (  # noqa: E402
+    CAPTURED,
+    FIXTURES,
+    MEAN_DIFFERENCE,
+    SAME_BEST,
+    clean_up,
+    settle_environment,
+)
 
 PROMPTS, NEW_TOKENS = 64, 32
 TIE_NATS = 0.02
@@ -143,29 +153,39 @@ def graphs(options) -> Iterator[dict]:
     yield {"case": f"{model.name}: loaded bytes", "ok": share["loaded_share"] < 1.02} | share
 
 
+COMPILED = {
+    "enforce_eager": False,
+    "compilation_config": {"cudagraph_capture_sizes": CAPTURED},
+}
+"""Arguments of an engine that compiles, and captures what the families' prompts need."""
+
+
 def families(options) -> Iterator[dict]:
     """Every family against its twin."""
     from families import FAMILIES, build
 
     from exl3_plugin import verify
 
-    for name, family in FAMILIES.items():
+    wanted = options.cases.split(",") if options.cases else list(FAMILIES)
+    unknown = sorted(set(wanted) - set(FAMILIES))
+    if unknown:
+        raise ValueError(f"--cases {', '.join(unknown)}: there are {', '.join(FAMILIES)}")
+    mode = COMPILED if options.compile else {}
+    for name in wanted:
         if options.over():
             yield {"case": name, "skipped": "the budget is spent"}
             continue
+        family = FAMILIES[name]
+        engine = family.engine | options.memory | mode
         dtype = "bfloat16" if name in NO_FLOAT16 else options.half
         try:
             folder = build(name, options.work)
             golden = verify.read_golden(folder / "golden.npz")
-            scored = verify.score(
-                folder / "model", golden, dtype=dtype, **family.engine | options.memory
-            )
+            scored = verify.score(folder / "model", golden, dtype=dtype, **engine)
             if family.apart:
                 # vLLM's own answer of the dense twin becomes what is compared with.
                 clean_up()
-                dense = verify.score(
-                    folder / "twin", golden, dtype=dtype, **family.engine | options.memory
-                )
+                dense = verify.score(folder / "twin", golden, dtype=dtype, **engine)
                 golden = [replace(g, top_lp=d.top_lp, nll=d.nll) for g, d in zip(golden, dense)]
             result = verify.compare(golden, scored)
             if family.apart:
@@ -175,7 +195,7 @@ def families(options) -> Iterator[dict]:
                 result["mean_logprob_diff"] < MEAN_DIFFERENCE[dtype]
                 and result["top1_agreement_clear"] >= SAME_BEST[dtype]
             )
-            yield {"case": name, "dtype": dtype, "ok": ok} | result
+            yield {"case": name, "dtype": dtype, "compiled": options.compile, "ok": ok} | result
         except Exception as error:
             traceback.print_exc()
             yield {"case": name, "ok": False, "error": f"{type(error).__name__}: {error}"[:1000]}
@@ -253,6 +273,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="graphs: a checkpoint; default: a fixture")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS")
+    parser.add_argument("--compile", action="store_true", help="families: with captured graphs")
+    parser.add_argument("--cases", metavar="NAME,..", help="families: these; default: all")
     parser.add_argument("--eager", action="store_true", help="mtp: without captured graphs")
     parser.add_argument("--work", type=Path, help="where checkpoints are made; default: a new one")
     options = parser.parse_args()

@@ -9,25 +9,31 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 TOGETHER = {
-    "docker/test_real_vllm.py": "the checkout's Docker engine",
-    "docker": "a Docker engine",
-    "images": "the checkout's Docker engine",
-    "gpu": "the card",
-    "e2e": "the checkout's venv and store",
-    "test_readme.py": "the checkout's venv and store",
+    "e2e": "checkout",
+    "test_readme.py": "checkout",
+    "images": "checkout-docker",
+    "docker/test_real_vllm.py": "checkout-docker",
+    "docker": "docker",
+    "gpu": "gpu",
 }
-"""What tests share and what `scripts/test`, which runs them in two processes, therefore leaves to
-one of these. Other files share nothing."""
+"""What `scripts/test`, which runs tests in two processes, leaves to one of these, since it shares
+the checkout's venv and store, its Docker engine, another one, or the card. Else a file is a group.
+"""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Names each test's group to pytest-xdist, where that is installed."""
-    if not config.pluginmanager.hasplugin("xdist"):
+    """Names each test's group to pytest-xdist, where that is in use; the longest come first."""
+    if config.getoption("dist", "no") != "loadgroup":
         return
-    for item in items:
+
+    def group(item: pytest.Item) -> str:
         path = item.path.relative_to(CHECKOUT / "tests").as_posix()
-        group = TOGETHER.get(path) or TOGETHER.get(path.partition("/")[0], path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        return TOGETHER.get(path) or TOGETHER.get(path.partition("/")[0], path)
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: group(item) not in TOGETHER.values())
 
 
 def find_reference_data() -> Path | None:

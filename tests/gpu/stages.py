@@ -50,7 +50,7 @@ TIE_NATS = 0.02
 """Two tokens closer than this may change places: one row and three go through other kernels, and
 bfloat16 has logits in steps of 1/64."""
 
-NO_FLOAT16 = ("gemma2", "gemma3", "gemma3-wrapper")
+NO_FLOAT16 = ("gemma2", "gemma3", "gemma3-wrapper", "glm4")
 """Families that vLLM refuses to run in float16, whose range their activations exceed."""
 
 

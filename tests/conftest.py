@@ -24,7 +24,7 @@ the checkout's venv and store, its Docker engine, another one, or the card. Else
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Names each test's group to pytest-xdist, where that is in use; the longest come first."""
-    if config.getoption("dist", "no") != "loadgroup":
+    if not config.getoption("loadgroup", False):
         return
 
     def group(item: pytest.Item) -> str:

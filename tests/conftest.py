@@ -9,31 +9,39 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 TOGETHER = {
-    "e2e": "checkout",
-    "test_readme.py": "checkout",
-    "images": "checkout-docker",
-    "docker/test_real_vllm.py": "checkout-docker",
-    "docker": "docker",
-    "gpu": "gpu",
+    "tests/e2e": "checkout",
+    "tests/test_readme.py": "checkout",
+    "tests/images": "checkout's Docker",
+    "tests/docker/test_real_vllm.py": "checkout's Docker",
+    "tests/docker": "another Docker",
+    "tests/gpu": "card",
 }
 """What `scripts/test`, which runs tests in two processes, leaves to one of these, since it shares
-the checkout's venv and store, its Docker engine, another one, or the card. Else a file is a group.
-"""
+the checkout's venv and store, a Docker engine, or the card. All other files share nothing."""
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
+def group_of(nodeid: str) -> str:
+    """What is left to one process together: users of one thing, else the tests of a file."""
+    file = nodeid.partition("::")[0]
+    return TOGETHER.get(file) or TOGETHER.get("/".join(file.split("/")[:2]), file)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Names each test's group to pytest-xdist, where that is in use; the longest come first."""
-    if not config.getoption("loadgroup", False):
-        return
+    """Where processes share the work, the longest groups come first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: group_of(item.nodeid) not in TOGETHER.values())
 
-    def group(item: pytest.Item) -> str:
-        path = item.path.relative_to(CHECKOUT / "tests").as_posix()
-        return TOGETHER.get(path) or TOGETHER.get(path.partition("/")[0], path)
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: group(item) not in TOGETHER.values())
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """`--dist loadfile`, by groups."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log) if config.option.dist == "loadfile" else None
 
 
 def find_reference_data() -> Path | None:

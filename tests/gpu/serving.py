@@ -65,17 +65,22 @@ def name_of(model: Path, dtype: str, mode: str) -> str:
     return f"{model.name}-{dtype}-{mode}"
 
 
+def mode_arguments(device: str, compiled: bool) -> dict:
+    """Arguments of vLLM that tell eager from compiled, on a GPU with graphs of a few sizes."""
+    arguments = {"enforce_eager": not compiled}
+    if compiled and device == "cuda":
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": CAPTURED}
+    return arguments
+
+
 def engine_arguments(device: str, mode: str, longest: int) -> dict:
-    arguments = {
-        "enforce_eager": mode == "eager",
+    arguments = mode_arguments(device, mode == "compiled") | {
         "max_num_seqs": 32,
         "max_model_len": longest + NEW_TOKENS + 1,
         "max_num_batched_tokens": max(longest + NEW_TOKENS + 1, 128),
     }
     if device == "cuda":
         arguments["gpu_memory_utilization"] = 0.1
-        if mode == "compiled":
-            arguments["compilation_config"] = {"cudagraph_capture_sizes": CAPTURED}
     return arguments
 
 

@@ -37,11 +37,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "plugin")]
 
 from serving import (  # noqa: E402
-    CAPTURED,
     FIXTURES,
     MEAN_DIFFERENCE,
     SAME_BEST,
     clean_up,
+    mode_arguments,
     settle_environment,
 )
 
@@ -153,13 +153,6 @@ def graphs(options) -> Iterator[dict]:
     yield {"case": f"{model.name}: loaded bytes", "ok": share["loaded_share"] < 1.02} | share
 
 
-COMPILED = {
-    "enforce_eager": False,
-    "compilation_config": {"cudagraph_capture_sizes": CAPTURED},
-}
-"""Arguments of an engine that compiles, and captures what the families' prompts need."""
-
-
 def families(options) -> Iterator[dict]:
     """Every family against its twin."""
     from families import FAMILIES, build
@@ -170,7 +163,7 @@ def families(options) -> Iterator[dict]:
     unknown = sorted(set(wanted) - set(FAMILIES))
     if unknown:
         raise ValueError(f"--cases {', '.join(unknown)}: there are {', '.join(FAMILIES)}")
-    mode = COMPILED if options.compile else {}
+    mode = mode_arguments(options.device, options.compile)
     for name in wanted:
         if options.over():
             yield {"case": name, "skipped": "the budget is spent"}

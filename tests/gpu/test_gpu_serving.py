@@ -74,6 +74,12 @@ def test_where_texts_part_and_how_clear_the_choice_was():
     assert stages.gap_at(SimpleNamespace(logprobs=[{}, best]), 1) == 0.75
 
 
+def test_families_are_asked_for_by_name():
+    options = SimpleNamespace(cases="llama,lama", compile=True, device="cuda")
+    with pytest.raises(ValueError, match=r"--cases lama: there are llama, mistral, "):
+        next(stages.families(options))
+
+
 def test_prompts_differ_in_length_and_stay_inside_the_vocabulary():
     prompts = stages.random_prompts(100)
     assert len(prompts) == stages.PROMPTS and {len(p) for p in prompts} == set(range(3, 41))

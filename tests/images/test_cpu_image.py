@@ -260,7 +260,7 @@ def test_serves_locked_down_and_drains(docker, container, smollm2, tmp_path):
     first = docker("logs", name).stdout.splitlines()[0]
     assert "smol on the CPU, profile cpu" in first and "hush" not in first + command
 
-    # A request of some eight seconds, however fast or busy this machine is: the server waits for 30.
+    # A request of some eight seconds, however fast or busy this machine is. The server waits 30.
     long = {"model": "smol", "prompt": "Once", "max_tokens": 16, "ignore_eos": True}
     began = time.monotonic()
     ask(port, "/v1/completions", long)

@@ -150,7 +150,7 @@ def plans_of(text: str) -> list[list[int] | None]:
     """
     known = {"auto": None, "rebuilt": [0, 0, 0, 0]}
     known |= {f"{rows}f": [rows, 1, 0, 0] for rows in (1, 2, 4, 8)}
-    known |= {str(rows): [rows, 0, 0, 0] for rows in (1, 2, 4, 8, 16, 32, 64, 128)}
+    known |= {str(rows): [rows, 0, 0, 0] for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -199,7 +199,7 @@ def main(
     bits: Annotated[str, typer.Option(help="rates")] = "4",
     codebooks: Annotated[str, typer.Option(help="codebooks")] = "mcg",
     rows: Annotated[str, typer.Option(help="tokens")] = "1,2,4,8,16,32,64,256,2048,8192",
-    plans: Annotated[str, typer.Option(help="auto, 1f to 8f, 1 to 128, rebuilt")] = "auto",
+    plans: Annotated[str, typer.Option(help="auto, 1f to 8f, 1 to 256, rebuilt")] = "auto",
     peers: Annotated[str, typer.Option(help="all, none, or names")] = "all",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
     json_file: Annotated[Path | None, typer.Option("--json", help="one line a point")] = None,

@@ -87,7 +87,7 @@ __device__ __forceinline__ void start_step(const LaneState<C>& state,
   exact_fragment<C::kHalfBits, C::kFamily>(words.run(state, 0), constants, a);
   pin_weights(a);
   begin_products();
-  wgmma_m64k16(acc[0], a, rows);
+  wgmma_m64k16<C::kRowTiles>(acc[0], a, rows);
   commit_products();
 }
 

@@ -132,6 +132,10 @@ int moe_tile_blocks(const DeviceFacts& device, int rows) {
   return device.multiprocessors * gemm_blocks_of_sm(rows, device.shared_bytes);
 }
 
+bool moe_tall_runs(const DeviceFacts& device, const MoeShape& shape) {
+  return device.architecture == 90 && shape.joined;
+}
+
 bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape) {
   // torch's grouped product is one kernel, without a look at the rows from the host, there alone.
   return device.architecture == 90 && shape.two_products && shape.plain_rows;
@@ -219,6 +223,7 @@ MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64
   w.row_pair = parts.take(4 * rows);
   w.lists = parts.take(16 * tiles * lists);
   w.list_counts = parts.take(4 * int64_t{lists});
+  w.of_blocks = parts.take(4 * shape.experts * moe_plan_blocks(tokens * shape.top_k));
   w.flags = parts.take(4 * int64_t{launches} * choice.blocks);
   w.image = parts.take(2 * tiles * image_bytes(shape.k, choice.rows));
   w.block_sums = parts.take(choice.form == 0 ? 0 : 2 * rows * (shape.k / 128) * 4);
@@ -226,6 +231,27 @@ MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64
   w.next_sums = parts.take(choice.form == 0 ? 0 : rows * (shape.inner / 128) * 4);
   w.gate_up = parts.take(paired ? 0 : rows * 2 * shape.inner * 4);
   w.partials = parts.take((paired ? 3 : 1) * int64_t{choice.blocks} * partial_bytes(choice.rows));
+  w.out = parts.take(tokens * shape.top_k * shape.n * 4);
+  w.total = parts.end;
+  return w;
+}
+
+MoeTallWorkspace moe_tall_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
+                                    int lists) {
+  const int64_t tiles = most_tiles(shape, tokens, kMoeTallTile);
+  MoeTallWorkspace w{};
+  Parts parts;
+  w.tiles = parts.take(4);
+  w.counts = parts.take(4 * shape.experts);
+  w.tile_expert = parts.take(4 * tiles);
+  w.row_pair = parts.take(4 * tiles * kMoeTallTile);
+  w.tile_part = parts.take(4 * tiles);
+  w.lists = parts.take(16 * tiles * lists);
+  w.list_counts = parts.take(4 * int64_t{lists});
+  w.of_blocks = parts.take(4 * shape.experts * moe_plan_blocks(tokens * shape.top_k));
+  w.image = parts.take(2 * tiles * image_bytes(shape.k, kMoeTallTile));
+  w.next_image = parts.take(tiles * image_bytes(shape.inner, kMoeTallTile));
+  w.aside = parts.take(choice.blocks * partial_bytes(kMoePartRows));
   w.out = parts.take(tokens * shape.top_k * shape.n * 4);
   w.total = parts.end;
   return w;

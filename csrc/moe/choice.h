@@ -6,6 +6,7 @@
 
 #include "linear/gemm_limits.h"
 #include "linear/plan.h"
+#include "moe/limits.h"
 
 namespace exl3 {
 
@@ -22,10 +23,13 @@ struct MoeShape {
   // Of the first kind of gates, which stands for the layer where a measured choice is looked up.
   int half_bits = 8;
   int family = 0;  // 0: 3inst and mcg, 1: mul1
+  // Gate and up of each expert are of one kind, and the activation is short: one product.
+  bool joined = true;
 };
 
 struct MoeChoice {
-  // Of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128; 0: rebuilt weights.
+  // Of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128; 256: the route by
+  // warpgroups; 0: rebuilt weights.
   int rows;
   int form;           // 0 exact, 1 fast
   int blocks;         // thread blocks of a product
@@ -44,20 +48,24 @@ struct MoeOverride {
 
 // Whether there are tiles of so many rows in such a form.
 constexpr bool is_moe_plan(int64_t rows, int64_t form) {
-  for (const int legal : {0, 1, 2, 4, 8, 16, 32, 64, 128}) {
+  for (const int legal : {0, 1, 2, 4, 8, 16, 32, 64, 128, kMoePartRows}) {
     if (rows == legal) return form == 0 || (form == 1 && rows > 0 && rows <= kFastRows);
   }
   return false;
 }
 inline constexpr const char* kMoePlans =
-    "rows 1, 2, 4, 8, 16, 32, 64, 128 or 0, form 1 from 1 to 8 alone";
+    "rows 1, 2, 4, 8, 16, 32, 64, 128, 256 or 0, form 1 from 1 to 8 alone";
 inline constexpr int64_t kMoeMostBlocks = (1 << 16) - 1;
 
 constexpr bool is_moe_dense(int rows) { return rows == 0; }
+constexpr bool is_moe_tall(int rows) { return rows == kMoePartRows; }
 constexpr bool is_moe_stream(int rows) { return rows > 0 && rows < 8; }
 
 // Whether the route for few tokens can serve a layer with such tiles and so many thread blocks.
 bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows, int blocks);
+
+// The same for the route by warpgroups.
+bool moe_tall_runs(const DeviceFacts& device, const MoeShape& shape);
 
 // The same for rebuilt weights and torch's grouped products.
 bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape);
@@ -68,13 +76,18 @@ MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const Pla
 // Thread blocks of a product through tiles of 8 rows and more, where nothing else is asked for.
 int moe_tile_blocks(const DeviceFacts& device, int rows);
 
+// Thread blocks of plan: 2,048 pairs of token and slot are two rounds of each of its warps.
+constexpr int moe_plan_blocks(int64_t pairs) {
+  return pairs <= 2048 ? 1 : static_cast<int>((pairs + 2047) / 2048);
+}
+
 // Tiles that `tokens` tokens can fall into, however they are routed.
 int64_t most_tiles(const MoeShape& shape, int64_t tokens, int rows);
 
 // Where the parts of the workspace of one chunk lie, in bytes. `lists` work lists, `launches`
 // products; `gate_up` is empty where gate and up are one product.
 struct MoeWorkspace {
-  int64_t tiles, counts, tile_expert, row_pair, lists, list_counts, flags;
+  int64_t tiles, counts, tile_expert, row_pair, lists, list_counts, of_blocks, flags;
   int64_t image, block_sums, next_image, next_sums, gate_up, partials, out, total;
 };
 MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
@@ -87,6 +100,14 @@ struct MoeStreamWorkspace {
 };
 MoeStreamWorkspace moe_stream_workspace(const MoeShape& shape, const MoeChoice& choice,
                                         int64_t tokens);
+
+// The same for the route by warpgroups.
+struct MoeTallWorkspace {
+  int64_t tiles, counts, tile_expert, row_pair, tile_part, lists, list_counts, of_blocks;
+  int64_t image, next_image, aside, out, total;
+};
+MoeTallWorkspace moe_tall_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
+                                    int lists);
 
 // Rebuilt weights: experts of a group, rows of a group that there can be, and bytes of all tensors
 // of a call.

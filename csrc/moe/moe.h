@@ -1,6 +1,6 @@
 // Routed experts on the device: what the host hands to the kernels of one call, in their order.
 //
-//   plan     which rows go to which expert, as tiles of rows; one thread block
+//   plan     which rows go to which expert, as tiles of rows
 //   gather   each routed row with its expert's input scales, transformed, as image of the product
 //   product  gate and up; the activation and the transform for down in its epilogue
 //   product  down, to one fp32 row for each token and slot
@@ -34,6 +34,7 @@ struct MoeRouting {
   int* counts;       // [experts] rows
   int* tile_expert;  // [tiles]
   int* row_pair;     // [tiles][rows] token * top_k + slot, -1 past the expert's rows
+  int* tile_part;    // [tiles] MoePart, or null where tiles are multiplied one by one
   MoeTile* lists;    // [lists][most_tiles]
   int* list_counts;  // [lists]
 };
@@ -51,7 +52,9 @@ struct MoePlanParams {
   uint32_t* flags;  // set to zero for all products
   int flag_count;
   int pairs, experts, global_experts;
-  int rows;  // of a tile
+  int rows;        // of a tile
+  int blocks;      // thread blocks that share the pairs
+  int* of_blocks;  // [blocks][experts] rows that each finds; null for one block
   int most_tiles;
   int lists;  // 1: all tiles in one; else one for each product
   int8_t list_projection[kMaxLists];

@@ -1,4 +1,4 @@
-// Routing to work lists, in one thread block.
+// Routing to work lists, in one thread block, or in several where there are many pairs.
 //
 // Rows of an expert stand in the order of their pairs (token, slot), not in the order in which
 // threads arrive: which tile a row is in decides where the sums of its product are cut, and equal
@@ -7,8 +7,10 @@
 #include <cuda_runtime.h>
 
 #include "device/instructions.cuh"
+#include "device/partition.cuh"
 #include "linear/launch.cuh"
 #include "moe/moe_routing.cuh"
+#include "moe/moe_tall.h"
 
 namespace exl3 {
 namespace {
@@ -42,6 +44,36 @@ __device__ __forceinline__ int exclusive_scan(int value, int (&warp_totals)[kWar
   return before + sum - value;
 }
 
+// Whole groups of 32 pairs, so that all lanes of a warp take part in the matching.
+__device__ __forceinline__ UnitRange groups_of_block(const MoePlanParams& p) {
+  const int groups = (p.pairs + 31) / 32;
+  return unit_range(groups, blockIdx.x, p.blocks);
+}
+
+__device__ __forceinline__ int expert_of(const MoePlanParams& p, int pair) {
+  return pair < p.pairs
+             ? local_expert(p.ids, p.wide_ids, p.map, pair, p.global_experts, p.experts)
+             : -1;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    moe_count_kernel(const __grid_constant__ MoePlanParams p) {
+  __shared__ int counts[kMaxExperts];
+  release_dependents();
+  await_predecessors();
+  for (int i = threadIdx.x; i < p.experts; i += kThreads) counts[i] = 0;
+  __syncthreads();
+  const UnitRange groups = groups_of_block(p);
+  for (int pair = groups.begin * 32 + threadIdx.x; pair < groups.end * 32; pair += kThreads) {
+    const int expert = expert_of(p, pair);
+    if (expert >= 0) atomicAdd(counts + expert, 1);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.experts; i += kThreads) {
+    p.of_blocks[blockIdx.x * p.experts + i] = counts[i];
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     moe_plan_kernel(const __grid_constant__ MoePlanParams p) {
   extern __shared__ __align__(16) uint8_t raw[];
@@ -51,27 +83,25 @@ __global__ void __launch_bounds__(kThreads)
   await_predecessors();
   const MoeRouting& to = p.routing;
 
-  for (int i = thread; i < p.flag_count; i += kThreads) p.flags[i] = 0;
-  // Whole groups of 32 pairs a warp, so that all lanes take part in the matching.
-  const int groups = (p.pairs + 31) / 32;
+  const bool writes = blockIdx.x == 0;  // what is said about whole experts
+  if (writes) {
+    for (int i = thread; i < p.flag_count; i += kThreads) p.flags[i] = 0;
+  }
+  const UnitRange share = groups_of_block(p);
+  const int groups = share.end - share.begin;
   const int sharing = min(groups, kWarps);  // warps that get some: one for a single token
-  const int first = warp < sharing ? groups * warp / sharing : 0;
-  const int last = warp < sharing ? groups * (warp + 1) / sharing : 0;
+  const int first = share.begin + (warp < sharing ? groups * warp / sharing : 0);
+  const int last = share.begin + (warp < sharing ? groups * (warp + 1) / sharing : 0);
   if (warp < sharing) {
     for (int i = lane; i < p.experts; i += 32) s.before[warp][i] = 0;
     __syncwarp();
   }
-  const auto expert_of = [&](int pair) {
-    return pair < p.pairs
-               ? local_expert(p.ids, p.wide_ids, p.map, pair, p.global_experts, p.experts)
-               : -1;
-  };
   const uint32_t lower = (1u << lane) - 1;
   // The next pairs are under way while these are matched.
-  int next = expert_of(first * 32 + lane);
+  int next = expert_of(p, first * 32 + lane);
   for (int group = first; group < last; ++group) {
     const int expert = next;
-    next = expert_of((group + 1) * 32 + lane);
+    next = expert_of(p, (group + 1) * 32 + lane);
     const uint32_t same = __match_any_sync(0xFFFFFFFFu, expert);
     if (expert >= 0 && (same & lower) == 0) s.before[warp][expert] += __popc(same);
     __syncwarp();
@@ -80,34 +110,56 @@ __global__ void __launch_bounds__(kThreads)
 
   int count = 0;
   if (thread < p.experts) {
+    int after = 0;  // rows that later blocks have
+    if (p.of_blocks != nullptr) {
+      const int* counts = p.of_blocks + thread;
+#pragma unroll 8
+      for (int b = 0; b < p.blocks; ++b) {
+        const int theirs = __ldcg(counts + b * p.experts);
+        count += b < blockIdx.x ? theirs : 0;
+        after += b > blockIdx.x ? theirs : 0;
+      }
+    }
     for (int w = 0; w < sharing; ++w) {
       const int here = s.before[w][thread];
       s.before[w][thread] = count;
       count += here;
     }
-    to.counts[thread] = count;
+    count += after;
+    if (writes) to.counts[thread] = count;
   }
   const int tiles = (count + p.rows - 1) / p.rows;
   int total = 0;
   const int begin = exclusive_scan(tiles, s.warp_totals, total);
   if (thread < p.experts) {
     s.tile_begin[thread] = begin;
+  }
+  if (writes && thread < p.experts) {
     for (int t = 0; t < tiles; ++t) to.tile_expert[begin + t] = thread;
+    if (to.tile_part != nullptr) {
+      const int parts = parts_of_expert(tiles);
+      for (int t = 0; t < tiles; ++t) {
+        const int part = part_of_tile(tiles, parts, t);
+        const int from = part_begin(tiles, parts, part);
+        const MoePart place{begin + from, part_begin(tiles, parts, part + 1) - from};
+        to.tile_part[begin + t] = place.pack();
+      }
+    }
     for (int row = count; row < tiles * p.rows; ++row) to.row_pair[begin * p.rows + row] = -1;
   }
-  if (thread == 0) *to.tiles = total;
+  if (writes && thread == 0) *to.tiles = total;
   __syncthreads();
 
-  if (p.group_ends != nullptr && thread < p.experts) {
+  if (writes && p.group_ends != nullptr && thread < p.experts) {
     const int base = s.tile_begin[thread / p.group * p.group];
     p.group_ends[thread] = (begin + tiles - base) * p.rows;
     if (thread % p.group == 0) p.group_first[thread / p.group] = begin * p.rows;
   }
 
-  next = expert_of(first * 32 + lane);
+  next = expert_of(p, first * 32 + lane);
   for (int group = first; group < last; ++group) {
     const int pair = group * 32 + lane, expert = next;
-    next = expert_of(pair + 32);
+    next = expert_of(p, pair + 32);
     const uint32_t same = __match_any_sync(0xFFFFFFFFu, expert);
     int at = 0;
     if (expert >= 0) at = s.before[warp][expert] + __popc(same & lower);
@@ -119,16 +171,22 @@ __global__ void __launch_bounds__(kThreads)
     __syncwarp();
   }
 
+  if (!writes) return;
+  // An expert's tiles, or its parts, which then begin with its first tile.
+  const bool in_parts = to.tile_part != nullptr;
+  const int entries = in_parts ? parts_of_expert(tiles) : tiles;
   for (int list = 0; list < p.lists; ++list) {
-    int mine = tiles;
+    int mine = entries;
     if (p.lists > 1 && thread < p.experts) {
       const int64_t* entry = p.table + (int64_t{p.list_projection[list]} * p.experts + thread) * 2;
       if (entry[1] != p.list_kind[list]) mine = 0;
     }
     int all = total;
-    const int place = p.lists > 1 ? exclusive_scan(mine, s.warp_totals, all) : begin;
+    const int place =
+        p.lists > 1 || in_parts ? exclusive_scan(mine, s.warp_totals, all) : begin;
     for (int t = 0; t < mine; ++t) {
-      to.lists[int64_t{list} * p.most_tiles + place + t] = {thread, place, mine, begin + t};
+      to.lists[int64_t{list} * p.most_tiles + place + t] = {thread, place, mine,
+                                                            begin + (in_parts ? 0 : t)};
     }
     if (thread == 0) to.list_counts[list] = all;
   }
@@ -140,8 +198,13 @@ cudaError_t launch_moe_plan(const MoePlanParams& params, bool dependent, cudaStr
   const cudaError_t error = cudaFuncSetAttribute(
       moe_plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (error != cudaSuccess) return error;
-  return launch_kernel(moe_plan_kernel, dim3(1), kThreads, sizeof(Shared), dependent, stream,
-                       params);
+  if (params.blocks > 1) {
+    const cudaError_t counted = launch_kernel(moe_count_kernel, dim3(params.blocks), kThreads, 0,
+                                              dependent, stream, params);
+    if (counted != cudaSuccess) return counted;
+  }
+  return launch_kernel(moe_plan_kernel, dim3(params.blocks), kThreads, sizeof(Shared), dependent,
+                       stream, params);
 }
 
 }  // namespace exl3

@@ -1,8 +1,10 @@
 // Kernels of routed experts at 5 bits per weight.
 #include "moe/moe_launch.cuh"
 #include "moe/moe_stream_launch.cuh"
+#include "moe/moe_tall_launch.cuh"
 
 namespace exl3 {
 template cudaError_t launch_moe_gemm<10>(MoeGemmParams&, const GemmLaunch&);
 template cudaError_t launch_moe_stream<10>(const MoeStreamParams&, const MoeStreamLaunch&);
+template cudaError_t launch_moe_tall<10>(MoeTallParams&, const MoeTallLaunch&);
 }  // namespace exl3

@@ -60,6 +60,29 @@ MoeCombineParams combine_of(const Call& call, int64_t first, int64_t tokens, uin
   return combine;
 }
 
+MoePlanParams plan_of(const Call& call, int64_t first, int64_t tokens, const MoeRouting& routing,
+                      int* of_blocks) {
+  const MoeArguments& a = call.a;
+  const bool wide = a.ids.scalar_type() == ScalarType::Long;
+  MoePlanParams plan{};
+  plan.ids = static_cast<const uint8_t*>(a.ids.const_data_ptr()) + first * a.top_k * (wide ? 8 : 4);
+  plan.wide_ids = wide;
+  plan.map = a.map.has_value() ? static_cast<const int*>(a.map->const_data_ptr()) : nullptr;
+  plan.table = static_cast<const int64_t*>(a.table.const_data_ptr());
+  plan.routing = routing;
+  plan.pairs = static_cast<int>(tokens * a.top_k);
+  plan.blocks = moe_plan_blocks(tokens * a.top_k);
+  plan.of_blocks = plan.blocks > 1 ? of_blocks : nullptr;
+  plan.experts = static_cast<int>(a.experts);
+  plan.global_experts = static_cast<int>(a.global_experts);
+  plan.lists = call.lists;
+  for (size_t list = 0; list < call.products.size(); ++list) {
+    plan.list_projection[list] = static_cast<int8_t>(call.products[list].projection);
+    plan.list_kind[list] = static_cast<int8_t>(call.products[list].kind);
+  }
+  return plan;
+}
+
 namespace {
 
 // Tokens [first, first + tokens) through all kernels.
@@ -80,34 +103,18 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
                            at(ints, w.counts),
                            at(ints, w.tile_expert),
                            at(ints, w.row_pair),
+                           nullptr,
                            reinterpret_cast<MoeTile*>(workspace + w.lists),
                            at(ints, w.list_counts)};
-  const bool wide = a.ids.scalar_type() == ScalarType::Long;
-  const void* ids =
-      static_cast<const uint8_t*>(a.ids.const_data_ptr()) + first * a.top_k * (wide ? 8 : 4);
   const float* weights = static_cast<const float*>(a.weights.const_data_ptr()) + first * a.top_k;
-  const int* map = a.map.has_value() ? static_cast<const int*>(a.map->const_data_ptr()) : nullptr;
   const auto* table = static_cast<const int64_t*>(a.table.const_data_ptr());
   auto* flags = reinterpret_cast<uint32_t*>(workspace + w.flags);
 
-  MoePlanParams plan{};
-  plan.ids = ids;
-  plan.wide_ids = wide;
-  plan.map = map;
-  plan.table = table;
-  plan.routing = routing;
+  MoePlanParams plan = plan_of(call, first, tokens, routing, at(ints, w.of_blocks));
   plan.flags = flags;
   plan.flag_count = launches * call.choice.blocks;
-  plan.pairs = static_cast<int>(tokens * a.top_k);
-  plan.experts = static_cast<int>(a.experts);
-  plan.global_experts = static_cast<int>(a.global_experts);
   plan.rows = rows;
   plan.most_tiles = tiles;
-  plan.lists = call.lists;
-  for (int list = 0; list < launches; ++list) {
-    plan.list_projection[list] = static_cast<int8_t>(call.products[list].projection);
-    plan.list_kind[list] = static_cast<int8_t>(call.products[list].kind);
-  }
   check_launch("the plan of the experts", launch_moe_plan(plan, call.dependent, call.stream));
 
   MoeGatherParams gather{};
@@ -181,11 +188,9 @@ void run_chunk(const Call& call, int64_t first, int64_t tokens, uint8_t* workspa
     gemm.next_image = workspace + w.next_image;
     gemm.next_sums = fast ? at(floats, w.next_sums) : nullptr;
     gemm.next_suh = call.w2_suh;
-    // SiLU is gate * sigmoid(alpha gate); GELU by tanh is gate * sigmoid(2 sqrt(2 / pi) (gate +
-    // 0.044715 gate^3)).
-    const bool tanh = a.activation.kind == ActivationKind::kGeluTanh;
-    gemm.slope = tanh ? kTwoRootTwoOverPi : a.activation.alpha;
-    gemm.cubic = tanh ? kTwoRootTwoOverPi * 0.044715f : 0.0f;
+    const Gate gate = gate_of(a.activation);
+    gemm.slope = gate.slope;
+    gemm.cubic = gate.cubic;
     gemm.beta = a.activation.beta;
     gemm.limit = a.activation.limit;
     gemm.inner_begin = static_cast<int>(a.inner_begin);
@@ -246,6 +251,10 @@ void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceF
     choice.chunk = chunk > 0 ? std::min(chunk, most) : most;
     return;
   }
+  STD_TORCH_CHECK(!is_moe_tall(choice.rows) || moe_tall_runs(facts, shape), "exl3::moe_with: ",
+                  rows,
+                  " rows a tile need a card of compute capability 9.0, gate and up of each expert "
+                  "of one kind, and another activation than GELU by erf");
   choice.blocks = blocks > 0 ? static_cast<int>(blocks) : moe_tile_blocks(facts, choice.rows);
   if (chunk > 0) choice.chunk = chunk;
 }
@@ -289,12 +298,14 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
                        has_two_products(a),
                        dtype == Dtype::kBfloat16 && !weight_on_input,
                        first.tile_words / 8,
-                       static_cast<int>(family_of(first))};
+                       static_cast<int>(family_of(first)),
+                       a.paired && a.activation.kind != ActivationKind::kGelu};
   MoeChoice choice = choose_moe(facts, shape, {options().exact, options().batch_invariant},
                                 options().moe_overrides);
   if (forced != nullptr) force(choice, *forced, facts, shape);
   // GELU by erf is long code that the epilogue of tall tiles shall not carry along.
   const bool stream = is_moe_stream(choice.rows), dense = is_moe_dense(choice.rows);
+  const bool tall = is_moe_tall(choice.rows);
   a.paired = a.paired && (stream || dense || a.activation.kind != ActivationKind::kGelu);
   Call call{a,
             bytes(w13_trellis),
@@ -322,11 +333,12 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
     return y;
   }
   const int64_t most = std::min(a.m, choice.chunk);
-  const int64_t bytes_needed = stream
-                                   ? moe_stream_workspace(shape, choice, most).total
-                                   : moe_workspace(shape, choice, most, call.lists,
-                                                   static_cast<int>(call.products.size()), a.paired)
-                                         .total;
+  const int64_t bytes_needed =
+      stream ? moe_stream_workspace(shape, choice, most).total
+      : tall ? moe_tall_workspace(shape, choice, most, call.lists).total
+             : moe_workspace(shape, choice, most, call.lists,
+                             static_cast<int>(call.products.size()), a.paired)
+                   .total;
   // Units of work are counted in 32 bits on the device.
   const int64_t units = most_tiles(shape, most, choice.rows) * (a.k / 16) * (a.inner / 64) +
                         most_tiles(shape, most, choice.rows) * (a.inner / 16) * (a.n / 128);
@@ -336,7 +348,7 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   auto* data = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   for (int64_t first = 0; first < a.m; first += choice.chunk) {
     const int64_t tokens = std::min(choice.chunk, a.m - first);
-    (stream ? run_stream : run_chunk)(call, first, tokens, data,
+    (stream ? run_stream : tall ? run_tall : run_chunk)(call, first, tokens, data,
                                       static_cast<uint16_t*>(y.mutable_data_ptr()));
   }
   return y;

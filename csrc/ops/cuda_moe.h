@@ -58,6 +58,17 @@ inline Family family_of(const MoeKind& kind) {
   return kind.codebook == CodebookMul1::kIndex ? Family::kByteSum : Family::kHalves;
 }
 
+// The activation as `gated` has it: SiLU is gate * sigmoid(alpha gate); GELU by tanh is gate *
+// sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)).
+struct Gate {
+  float slope, cubic;
+};
+inline Gate gate_of(const Activation& activation) {
+  const bool tanh = activation.kind == ActivationKind::kGeluTanh;
+  return {tanh ? kTwoRootTwoOverPi : activation.alpha,
+          tanh ? kTwoRootTwoOverPi * 0.044715f : 0.0f};
+}
+
 inline DecodeConstants constants_of(int codebook) {
   Shard shard{};
   shard.codebook = codebook;
@@ -67,8 +78,15 @@ inline DecodeConstants constants_of(int codebook) {
 // Tokens [first, first + tokens) through the three kernels for few tokens.
 void run_stream(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y);
 
+// Many tokens through products by warpgroups.
+void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y);
+
 // The same through rebuilt weights.
 void run_dense(const Call& call, int64_t first, int64_t tokens, uint16_t* y);
+
+// What plan needs but the height of its tiles and how many there can be.
+MoePlanParams plan_of(const Call& call, int64_t first, int64_t tokens, const MoeRouting& routing,
+                      int* of_blocks);
 
 // What combine needs but its rows.
 MoeCombineParams combine_of(const Call& call, int64_t first, int64_t tokens, uint16_t* y);

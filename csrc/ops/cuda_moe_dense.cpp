@@ -74,20 +74,14 @@ void run_dense(const Call& call, int64_t first, int64_t tokens, uint16_t* y) {
   const auto shorts = [](const Tensor& t) { return static_cast<uint16_t*>(t.mutable_data_ptr()); };
   const Tensor scalars = ints(1), counts = ints(a.experts), tile_expert = ints(tiles);
   const Tensor row_pair = ints(sizes.rows), ends = ints(a.experts), begins = ints(sizes.groups);
-  const bool wide = a.ids.scalar_type() == ScalarType::Long;
-
-  MoePlanParams plan{};
-  plan.ids = static_cast<const uint8_t*>(a.ids.const_data_ptr()) + first * a.top_k * (wide ? 8 : 4);
-  plan.wide_ids = wide;
-  plan.map = a.map.has_value() ? static_cast<const int*>(a.map->const_data_ptr()) : nullptr;
-  plan.routing = {pointer(scalars),  pointer(counts), pointer(tile_expert),
-                  pointer(row_pair), nullptr,         nullptr};
+  const Tensor of_blocks = ints(moe_plan_blocks(tokens * a.top_k) * a.experts);
+  const MoeRouting routing{pointer(scalars), pointer(counts), pointer(tile_expert),
+                           pointer(row_pair), nullptr, nullptr, nullptr};
+  MoePlanParams plan = plan_of(call, first, tokens, routing, pointer(of_blocks));
+  plan.lists = 0;
   plan.group_first = pointer(begins);
   plan.group_ends = pointer(ends);
   plan.group = sizes.group;
-  plan.pairs = static_cast<int>(tokens * a.top_k);
-  plan.experts = static_cast<int>(a.experts);
-  plan.global_experts = static_cast<int>(a.global_experts);
   plan.rows = kMoeDenseRows;
   plan.most_tiles = tiles;
   check_launch("the plan of the experts", launch_moe_plan(plan, false, call.stream));

@@ -23,6 +23,7 @@ PLANS = {
     "rows32": [32, 0, 0, 0],
     "rows64": [64, 0, 0, 0],
     "rows128": [128, 0, 0, 0],
+    "rows256": [256, 0, 0, 0],
     "rebuilt": [0, 0, 0, 0],
 }
 """What `exl3::moe_with` takes: rows of a tile, form, blocks and tokens at once (0: the rule). Up to
@@ -37,9 +38,12 @@ class Layer:
     packed: experts.Experts
     oracle: moe_oracle.Layer
 
-    def takes(self, plan, dtype=torch.bfloat16, on_input=False) -> bool:
-        """Whether a plan serves this layer: two routes know one kind of weights for gate and up and
-        one for down, and rebuilt weights take plain bfloat16 rows."""
+    def takes(self, plan, dtype=torch.bfloat16, on_input=False, activation=SILU) -> bool:
+        """Whether a plan serves this layer: warpgroups need gate and up of each expert of one kind
+        and a short activation, two routes know one kind of weights for gate and up and one for
+        down, and rebuilt weights take plain bfloat16 rows."""
+        if plan is not None and plan[0] == 256:
+            return bool(self.packed.sizes[3]) and activation.name != "gelu"
         if plan is None or plan[0] >= 8:
             return True
         uses = self.packed.kinds[2::3]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from exl3_plugin.experts import Activation, Kind
+from exl3_plugin.experts import SILU, Activation, Kind
 from tests.gpu import moe_layers as moe
 from tests.moe import moe_cases
 
@@ -15,7 +15,8 @@ def sweep(check, layer, x, weights, ids, case, plans=moe.PLANS, **options):
     """All plans on one input; one oracle a form serves them."""
     expected = {}
     for name, plan in plans.items():
-        if not layer.takes(plan, x.dtype, options.get("on_input", False)):
+        given = (options.get("on_input", False), options.get("activation", SILU))
+        if not layer.takes(plan, x.dtype, *given):
             continue
         form = (plan is not None and plan[1] == 1, plan is not None and plan[0] == 0)
         if form not in expected:

@@ -1,0 +1,98 @@
+// Routed experts of many tokens on sm_90: what the host hands to the kernels of one call.
+//
+//   plan     which rows go to which expert, in tiles of 64 rows, up to four of them a part
+//   gather   each routed row with its expert's input scales, transformed, as image of the product
+//   product  gate and up by warpgroups; the activation and the transform for down at its end
+//   product  down, to one fp32 row for each token and slot
+//   combine  as for the other tiles
+//
+// A part is multiplied at once, by one thread block for each 128 outputs; k is cut nowhere.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "moe/limits.h"
+#include "moe/moe.h"
+
+namespace exl3 {
+
+// Where a tile of rows lies: its part's first tile and how many that has. The image of a part
+// is [k / 16][rows of the part][16].
+struct MoePart {
+  int first, tiles;
+
+  static constexpr int kTileBits = 3;
+  EXL3_HOST_DEVICE static constexpr MoePart unpack(int packed) {
+    return {packed >> kTileBits, packed & ((1 << kTileBits) - 1)};
+  }
+  EXL3_HOST_DEVICE constexpr int pack() const { return first << kTileBits | tiles; }
+};
+static_assert(kMoePartTiles < 1 << MoePart::kTileBits);
+
+// The tiles of an expert that has `tiles` are dealt to so many parts, evenly.
+EXL3_HOST_DEVICE constexpr int parts_of_expert(int tiles) {
+  return (tiles + kMoePartTiles - 1) / kMoePartTiles;
+}
+// Part `index` of those begins at this one of the expert's tiles.
+EXL3_HOST_DEVICE constexpr int part_begin(int tiles, int parts, int index) {
+  return tiles * index / parts;
+}
+EXL3_HOST_DEVICE constexpr int part_of_tile(int tiles, int parts, int tile) {
+  return ((tile + 1) * parts - 1) / tiles;
+}
+
+struct MoeTallGatherParams {
+  const void* x;  // [tokens, k_in], rows x_stride apart
+  int64_t x_stride;
+  Dtype x_dtype;
+  const float* weights;  // [pairs], multiplied into the rows; or null
+  const uint16_t* suh;   // fp16 [experts][2][k]
+  MoeRouting routing;
+  uint8_t* image;       // of gate
+  int64_t image_bytes;  // from there to that of up
+  int k, k_in;
+  Divisor by_slots, by_blocks;  // top_k; k / 128
+  int blocks;
+};
+cudaError_t launch_moe_tall_gather(const MoeTallGatherParams& params, bool dependent,
+                                   cudaStream_t stream);
+
+struct MoeTallParams {
+  // One or, where `pair`, two matrices of each expert: words, their places, scales, images.
+  const uint8_t* weights;   // strips
+  const int64_t* table[2];  // [experts][2]: first 16-bit word, kind
+  const uint16_t* svh[2];   // fp16, of expert 0
+  int64_t svh_stride;       // from one expert to the next
+  const uint8_t* image[2];
+  const MoeTile* list;  // parts; `tile` is the expert's first tile of rows
+  const int* list_count;
+  const int* counts;
+  const int* row_pair;
+  int k, strips;  // inputs and blocks of 128 outputs of a matrix
+  Divisor by_strips;
+  bool pair;
+  // pair: the image that down reads.
+  uint8_t* next_image;
+  const uint16_t* next_suh;         // fp16 [experts][128 * strips]
+  float slope, cubic, beta, limit;  // of the activation, see `gated`
+  int inner_begin, inner_end;       // columns that count; the others become zero
+  float* aside;                     // [blocks][kMoePartRows][128], for gate
+  // else: fp32 rows by pair.
+  float* out;
+  int64_t out_stride;
+  int blocks;
+  DecodeConstants constants;
+};
+
+struct MoeTallLaunch {
+  Family family;
+  bool dependent;
+  cudaStream_t stream;
+};
+// One function a rate, as launch_gemm.
+template <int kHalfBits>
+cudaError_t launch_moe_tall(MoeTallParams& params, const MoeTallLaunch& launch);
+
+}  // namespace exl3

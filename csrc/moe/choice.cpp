@@ -237,7 +237,7 @@ MoeWorkspace moe_workspace(const MoeShape& shape, const MoeChoice& choice, int64
 }
 
 MoeTallWorkspace moe_tall_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
-                                    int lists) {
+                                    int lists, int launches) {
   const int64_t tiles = most_tiles(shape, tokens, kMoeTallTile);
   MoeTallWorkspace w{};
   Parts parts;
@@ -249,6 +249,7 @@ MoeTallWorkspace moe_tall_workspace(const MoeShape& shape, const MoeChoice& choi
   w.lists = parts.take(16 * tiles * lists);
   w.list_counts = parts.take(4 * int64_t{lists});
   w.of_blocks = parts.take(4 * shape.experts * moe_plan_blocks(tokens * shape.top_k));
+  w.taken = parts.take(4 * int64_t{launches});
   w.image = parts.take(2 * tiles * image_bytes(shape.k, kMoeTallTile));
   w.next_image = parts.take(tiles * image_bytes(shape.inner, kMoeTallTile));
   w.aside = parts.take(choice.blocks * partial_bytes(kMoePartRows));

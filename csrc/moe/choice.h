@@ -46,9 +46,12 @@ struct MoeOverride {
   int rows, form, blocks;  // as in MoeChoice; blocks 0: the rule's
 };
 
+// What stands for the route by warpgroups among the rows of tiles.
+inline constexpr int kMoeTall = 256;
+
 // Whether there are tiles of so many rows in such a form.
 constexpr bool is_moe_plan(int64_t rows, int64_t form) {
-  for (const int legal : {0, 1, 2, 4, 8, 16, 32, 64, 128, kMoePartRows}) {
+  for (const int legal : {0, 1, 2, 4, 8, 16, 32, 64, 128, kMoeTall}) {
     if (rows == legal) return form == 0 || (form == 1 && rows > 0 && rows <= kFastRows);
   }
   return false;
@@ -58,7 +61,7 @@ inline constexpr const char* kMoePlans =
 inline constexpr int64_t kMoeMostBlocks = (1 << 16) - 1;
 
 constexpr bool is_moe_dense(int rows) { return rows == 0; }
-constexpr bool is_moe_tall(int rows) { return rows == kMoePartRows; }
+constexpr bool is_moe_tall(int rows) { return rows == kMoeTall; }
 constexpr bool is_moe_stream(int rows) { return rows > 0 && rows < 8; }
 
 // Whether the route for few tokens can serve a layer with such tiles and so many thread blocks.
@@ -103,11 +106,11 @@ MoeStreamWorkspace moe_stream_workspace(const MoeShape& shape, const MoeChoice& 
 
 // The same for the route by warpgroups.
 struct MoeTallWorkspace {
-  int64_t tiles, counts, tile_expert, row_pair, tile_part, lists, list_counts, of_blocks;
+  int64_t tiles, counts, tile_expert, row_pair, tile_part, lists, list_counts, of_blocks, taken;
   int64_t image, next_image, aside, out, total;
 };
 MoeTallWorkspace moe_tall_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
-                                    int lists);
+                                    int lists, int launches);
 
 // Rebuilt weights: experts of a group, rows of a group that there can be, and bytes of all tensors
 // of a call.

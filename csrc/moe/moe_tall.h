@@ -53,10 +53,11 @@ struct MoeTallGatherParams {
   uint8_t* image;       // of gate
   int64_t image_bytes;  // from there to that of up
   int k, k_in;
-  Divisor by_slots, by_blocks;  // top_k; k / 128
+  Divisor by_slots;   // top_k
+  Divisor by_shares;  // set by the launch
   int blocks;
 };
-cudaError_t launch_moe_tall_gather(const MoeTallGatherParams& params, bool dependent,
+cudaError_t launch_moe_tall_gather(MoeTallGatherParams& params, bool dependent,
                                    cudaStream_t stream);
 
 struct MoeTallParams {
@@ -82,6 +83,7 @@ struct MoeTallParams {
   // else: fp32 rows by pair.
   float* out;
   int64_t out_stride;
+  uint32_t* taken;  // how many items were taken beyond the first of each block; zero at the start
   int blocks;
   DecodeConstants constants;
 };

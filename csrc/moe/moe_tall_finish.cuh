@@ -94,6 +94,10 @@ __device__ __forceinline__ void finish_rows(const MoeTallParams& p, const MoePie
                                             const float* sums, int octet, int warp, int lane) {
   const int row = tall_row_of_lane(lane), q = lane % 4;
   const int row_of_part = octet * 8 + row;
+  // This thread's own values of gate wait in memory for those of up.
+  auto* aside = reinterpret_cast<float4*>(p.aside) +
+                (int64_t{blockIdx.x} * (C::kRows / 64) + octet / 8) * (8 * C::kThreads) +
+                threadIdx.x;
   float v[32];
   const float* from = sums + (warp * 8 + row) * C::kRowStride + 4 * q;
 #pragma unroll
@@ -117,10 +121,6 @@ __device__ __forceinline__ void finish_rows(const MoeTallParams& p, const MoePie
     }
     return;
   }
-  // This thread's own values of gate wait in memory for those of up.
-  auto* aside = reinterpret_cast<float4*>(p.aside) +
-                (int64_t{blockIdx.x} * (C::kRows / 64) + octet / 8) * (8 * C::kThreads) +
-                threadIdx.x;
   if (half == 0) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -158,14 +158,18 @@ __device__ __forceinline__ void finish_piece(const MoeTallParams& p, const MoePi
                                              int half, float* sums,
                                              const float (&acc)[C::kRowTiles][4], int warp,
                                              int lane) {
-  for_constant<C::kRows / C::kChunkRows>([&](auto index) {
-    constexpr int kChunk = decltype(index)::value;
-    if (kChunk >= piece.tiles) return;
-    C::block_barrier();
-    spread_chunk<C, kChunk>(sums, acc, warp, lane);
-    C::block_barrier();
-    finish_rows<C>(p, piece, half, sums, kChunk * 8 + warp, warp, lane);
-  });
+  // A loop, because code that does not fit the instruction cache costs more than what it does.
+#pragma unroll 1
+  for (int chunk = 0; chunk < piece.tiles; ++chunk) {
+    C::barrier();
+    for_constant<C::kRows / C::kChunkRows>([&](auto index) {
+      if (chunk == decltype(index)::value) {
+        spread_chunk<C, decltype(index)::value>(sums, acc, warp, lane);
+      }
+    });
+    C::barrier();
+    finish_rows<C>(p, piece, half, sums, chunk * 8 + warp, warp, lane);
+  }
 }
 
 }  // namespace exl3

@@ -333,12 +333,11 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
     return y;
   }
   const int64_t most = std::min(a.m, choice.chunk);
+  const auto launches = static_cast<int>(call.products.size());
   const int64_t bytes_needed =
       stream ? moe_stream_workspace(shape, choice, most).total
-      : tall ? moe_tall_workspace(shape, choice, most, call.lists).total
-             : moe_workspace(shape, choice, most, call.lists,
-                             static_cast<int>(call.products.size()), a.paired)
-                   .total;
+      : tall ? moe_tall_workspace(shape, choice, most, call.lists, launches).total
+             : moe_workspace(shape, choice, most, call.lists, launches, a.paired).total;
   // Units of work are counted in 32 bits on the device.
   const int64_t units = most_tiles(shape, most, choice.rows) * (a.k / 16) * (a.inner / 64) +
                         most_tiles(shape, most, choice.rows) * (a.inner / 16) * (a.n / 128);

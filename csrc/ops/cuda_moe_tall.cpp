@@ -12,7 +12,7 @@ using torch::headeronly::ScalarType;
 void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y) {
   const MoeArguments& a = call.a;
   const auto launches = static_cast<int>(call.products.size());
-  const MoeTallWorkspace w = moe_tall_workspace(call.shape, call.choice, tokens, call.lists);
+  const MoeTallWorkspace w = moe_tall_workspace(call.shape, call.choice, tokens, call.lists, launches);
   const auto tiles = static_cast<int>(most_tiles(call.shape, tokens, kMoeTallTile));
   const auto ints = [&](int64_t offset) { return reinterpret_cast<int*>(workspace + offset); };
   const auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(workspace + offset); };
@@ -24,6 +24,8 @@ void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspac
                            reinterpret_cast<MoeTile*>(workspace + w.lists),
                            ints(w.list_counts)};
   MoePlanParams plan = plan_of(call, first, tokens, routing, ints(w.of_blocks));
+  plan.flags = reinterpret_cast<uint32_t*>(ints(w.taken));
+  plan.flag_count = launches;
   plan.rows = kMoeTallTile;
   plan.most_tiles = tiles;
   check_launch("the plan of the experts", launch_moe_plan(plan, call.dependent, call.stream));
@@ -42,7 +44,6 @@ void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspac
   gather.k = static_cast<int>(a.k);
   gather.k_in = static_cast<int>(a.k_in);
   gather.by_slots = Divisor::of(static_cast<uint32_t>(a.top_k));
-  gather.by_blocks = Divisor::of(static_cast<uint32_t>(a.k) / 128);
   gather.blocks =
       static_cast<int>(std::min<int64_t>(int64_t{tiles} * (a.k / 128), 3 * call.multiprocessors));
   check_launch("gathering the experts' rows",
@@ -82,6 +83,7 @@ void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspac
     gemm.aside = floats(w.aside);
     gemm.out = floats(w.out);
     gemm.out_stride = a.n;
+    gemm.taken = plan.flags + index;
     gemm.blocks = call.choice.blocks;
     gemm.constants = constants_of(kind.codebook);
     const MoeTallLaunch launch{family_of(kind), call.dependent, call.stream};

@@ -2,7 +2,7 @@
 
 A plan is measured as a model would run it: as the one row of the table of measured choices, so what
 is timed is what the profile will bring about. For each number of tokens: tiles of 1 to 128 rows and
-rebuilt weights where they can serve, the fast forms, then the thread blocks of the best. Two tokens
+the route by warpgroups where it can serve, the fast forms, then the thread blocks of the best. Two tokens
 are held against float64, all tokens against what the built-in plan gives, before a plan is timed.
 """
 
@@ -33,8 +33,8 @@ LAYER_BYTES = 1 << 30
 """Experts of as many layers as fill this are rotated, two at least."""
 CALLS = 16
 """Routings that are rotated where a call does not read a whole layer."""
-REBUILT_FROM_ROWS = 32
-"""Rows an expert, on average, from which rebuilding the weights is worth a reading."""
+TALL_FROM_ROWS = 4
+"""Rows an expert, on average, from which the route by warpgroups is worth a reading."""
 TILE_BLOCKS, STREAM_BLOCKS = (1, 2, 3), (0.5, 1.5, 2)
 """Thread blocks a multiprocessor that are tried."""
 CLOSE = 0.02
@@ -172,7 +172,7 @@ def candidates(
     """Plans worth measuring, the built-in one first.
 
     Tiles far lower than the rows of an expert decode its weights many times over, tiles far taller
-    multiply padding. The two tallest are measured up to the end, beside rebuilt weights.
+    multiply padding. The two tallest are measured up to the end, beside the route by warpgroups.
     """
     sms, sizes = device.multiprocessors, layer.sizes
     average = tokens * sizes.slots / sizes.global_experts
@@ -186,8 +186,9 @@ def candidates(
             continue
         forms = (ops.EXACT, ops.FAST) if rows in tuning.FAST_TILE_ROWS else (ops.EXACT,)
         plans += [ExpertPlan(rows, form, sms * (2 if rows <= 16 else 1)) for form in forms]
-    if average >= REBUILT_FROM_ROWS:
-        plans.append(ExpertPlan(0, ops.EXACT, 0))
+    if average >= TALL_FROM_ROWS:
+        forms = (ops.EXACT, ops.FAST)
+        plans += [ExpertPlan(moe_bank.TALL_ROWS, form, sms) for form in forms]
     found = [fitted(device, tokens, layer, one) for one in plans[1:]]
     return list(dict.fromkeys([default, *filter(None, found)]))
 
@@ -196,7 +197,7 @@ def with_blocks(
     device: ops.Device, tokens: int, layer: ExpertLayer, chosen: ExpertPlan
 ) -> list[ExpertPlan]:
     """The plan with other numbers of thread blocks."""
-    if chosen.rows == 0:
+    if chosen.rows == moe_bank.TALL_ROWS:
         return []
     factors = STREAM_BLOCKS if chosen.rows < 8 else TILE_BLOCKS
     counts = dict.fromkeys(int(factor * device.multiprocessors) for factor in factors)
@@ -230,11 +231,11 @@ class Proof:
         ids[0], ids[-1] = self.ids, self.ids.flip(0)
         return ids
 
-    def expect(self, x, weights, ids, fast: bool, rebuilt: bool) -> moe_oracle.Expectation:
+    def expect(self, x, weights, ids, fast: bool, short: bool) -> moe_oracle.Expectation:
         """Of the first and the last token, by a plan of this form."""
         rows = [0, -1]
         return self.oracle.expect(
-            x[rows], weights[rows], ids[rows], self.places, cuda=True, fast=fast, rebuilt=rebuilt
+            x[rows], weights[rows], ids[rows], self.places, cuda=True, fast=fast, short=short
         )
 
 
@@ -325,7 +326,7 @@ class Calibration:
         expected: dict[tuple[bool, bool], moe_oracle.Expectation] = {}
 
         def prove(one: ExpertPlan, y: torch.Tensor) -> None:
-            form = one.form == ops.FAST, one.rows == 0
+            form = moe_bank.form_of(one)
             if form not in expected:
                 expected[form] = bank.proof.expect(*operands, *form)
             statistical, worst = expected[form].fractions(y[[0, -1]])

@@ -77,7 +77,7 @@ class Bench:
         # By the rule any of the forms may have been taken.
         forms = [(True, False), (False, False), (False, True)]
         if plan is not None:
-            forms = [(plan[1] == 1, plan[0] == 0)]
+            forms = [moe_bank.form_of(plan)]
         found = min(moe_bank.prove(self.layers[0], x, weights, ids, y, *form) for form in forms)
         point.update(noise=round(found[0], 4), bound=round(found[1], 5))
         if not (found[0] <= 1 and found[1] <= 0.5 and bool(torch.isfinite(y).all())):
@@ -148,8 +148,8 @@ def plans_of(text: str) -> list[list[int] | None]:
     Raises:
         ValueError: another name.
     """
-    known = {"auto": None, "rebuilt": [0, 0, 0, 0]}
-    known |= {f"{rows}f": [rows, 1, 0, 0] for rows in (1, 2, 4, 8)}
+    known: dict[str, list[int] | None] = {"auto": None}
+    known |= {f"{rows}f": [rows, 1, 0, 0] for rows in (1, 2, 4, 8, 256)}
     known |= {str(rows): [rows, 0, 0, 0] for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
     names = [name.strip() for name in text.split(",")]
     for name in names:
@@ -199,7 +199,7 @@ def main(
     bits: Annotated[str, typer.Option(help="rates")] = "4",
     codebooks: Annotated[str, typer.Option(help="codebooks")] = "mcg",
     rows: Annotated[str, typer.Option(help="tokens")] = "1,2,4,8,16,32,64,256,2048,8192",
-    plans: Annotated[str, typer.Option(help="auto, 1f to 8f, 1 to 256, rebuilt")] = "auto",
+    plans: Annotated[str, typer.Option(help="auto, 1f to 8f, 256f, 1 to 256")] = "auto",
     peers: Annotated[str, typer.Option(help="all, none, or names")] = "all",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
     json_file: Annotated[Path | None, typer.Option("--json", help="one line a point")] = None,

@@ -12,6 +12,8 @@ from exl3_plugin.experts import Experts, Kind, Stored, arrange
 from tests.moe import moe_oracle
 
 SUH_SIZE = 0.03
+TALL_ROWS = 256
+"""What stands for the route by warpgroups among the rows of tiles."""
 PROOF_TOKENS = 2
 """Tokens whose result is held against float64; all experts they go to are decoded for that."""
 
@@ -156,10 +158,17 @@ def routings(
     return found
 
 
-def prove(layer: Layer, x, weights, ids, y, fast: bool, rebuilt: bool) -> tuple[float, float]:
+def form_of(plan) -> tuple[bool, bool]:
+    """Whether a plan of `exl3::moe_with` leaves out a rounding of each weight, and whether it rounds
+    the rows of slots."""
+    form = plan is not None and plan[1] == 1
+    return (form and plan[0] != TALL_ROWS, form and plan[0] == TALL_ROWS)
+
+
+def prove(layer: Layer, x, weights, ids, y, fast: bool, short: bool) -> tuple[float, float]:
     """Fractions of the bounds (statistical, worst) in some tokens of a result.
 
-    `fast` and `rebuilt` say what the result may leave out, see `tests/moe/moe_oracle.py`.
+    `fast` and `short` say what the result may leave out, see `tests/moe/moe_oracle.py`.
     """
     rows = sorted({0, x.shape[0] - 1})[:PROOF_TOKENS]
     used = ids[rows].unique().tolist()
@@ -167,6 +176,6 @@ def prove(layer: Layer, x, weights, ids, y, fast: bool, rebuilt: bool) -> tuple[
     places = torch.full((layer.shape.experts,), -1, dtype=torch.int32, device="cuda")
     places[used] = torch.arange(len(used), dtype=torch.int32, device="cuda")
     expected = oracle.expect(
-        x[rows], weights[rows], ids[rows], places, cuda=True, fast=fast, rebuilt=rebuilt
+        x[rows], weights[rows], ids[rows], places, cuda=True, fast=fast, short=short
     )
     return expected.fractions(y[rows])

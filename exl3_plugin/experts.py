@@ -107,10 +107,11 @@ class ExpertPlan(NamedTuple):
     """How one call is computed; `exl3::moe_with` takes these numbers and tokens at once."""
 
     rows: int
-    """Rows of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128; 0: rebuilt
-    weights."""
+    """Rows of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128; 256: the route by
+    warpgroups."""
     form: int
-    """`ops.EXACT`, or `ops.FAST` with 1 to 8 rows."""
+    """`ops.EXACT`, or `ops.FAST` with 1 to 8 rows, and with 256, where it rounds the row of each
+    slot to bfloat16."""
     blocks: int
     """Thread blocks of a product; 0 leaves the choice to the kernel."""
 
@@ -139,7 +140,7 @@ def plan(
     batch_invariant: bool = False,
     table: Sequence[int] = (),
 ) -> ExpertPlan:
-    """The plan of a layer whose experts are of one kind, with plain bfloat16 tokens.
+    """The plan of a layer whose experts are of one kind, with bfloat16 tokens.
 
     Pure, so it works on every machine.
 
@@ -155,7 +156,7 @@ def plan(
     """
     ops.load()
     shape = [tokens, sizes.slots, sizes.experts, sizes.global_experts, sizes.k, sizes.inner]
-    shape += [sizes.k, int(2 * bits), int(codebook == "mul1"), 1, 1]
+    shape += [sizes.k, int(2 * bits), int(codebook == "mul1"), 1, 1, 1]
     options = int(exact) + 2 * int(batch_invariant)
     return ExpertPlan(*torch.ops.exl3.moe_plan(list(device), shape, options, list(table))[:3])
 

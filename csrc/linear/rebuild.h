@@ -20,11 +20,6 @@ struct RebuildParams {
   int k;                   // stored inputs
   int k_first, k_count, n_first, n_count;
   DecodeConstants constants;
-  // Several matrices of one shape and kind: `table` says, pair by pair, at which 16-bit word of
-  // `weights` each begins, the steps say how far apart scales and results are. All zero for one.
-  const int64_t* table;
-  int matrices;
-  int64_t suh_step, svh_step, out_step;
 };
 
 // The rotated weight A itself, from tiles in stored order: out[k][n] fp16, bit-exact.

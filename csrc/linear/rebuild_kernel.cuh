@@ -12,7 +12,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "device/decode.cuh"
@@ -49,14 +48,9 @@ __global__ void __launch_bounds__(256, EXL3_REBUILD_BLOCKS)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, c = lane % 4;
   const int k_block = p.k_first / 128 + blockIdx.x, strip = p.n_first / 128 + blockIdx.y;
-  const int number = blockIdx.z;  // of the matrix
-  const uint8_t* weights = p.weights;
-  if (p.table != nullptr) {
-    weights += 2 * __ldg(reinterpret_cast<const long long*>(p.table) + 2 * number);
-  }
 
   const LaneWords<kHalfBits> words(lane);
-  const uint32_t* tile = reinterpret_cast<const uint32_t*>(weights) +
+  const uint32_t* tile = reinterpret_cast<const uint32_t*>(p.weights) +
                          (int64_t{strip} * (p.k / 16) + int64_t{k_block} * 8) * 8 * R::words32 +
                          (warp / 4) * 4 * R::words32 + warp % 4;
   uint32_t last[8], previous[8], before[8] = {};
@@ -96,8 +90,8 @@ __global__ void __launch_bounds__(256, EXL3_REBUILD_BLOCKS)
   }
   uint16_t raw_out[8];
 #pragma unroll
-  for (int t = 0; t < 8; ++t) raw_out[t] = __ldg(p.svh + number * p.svh_step + n + 16 * t);
-  const uint4 raw_in = __ldg(reinterpret_cast<const uint4*>(p.suh + number * p.suh_step + k));
+  for (int t = 0; t < 8; ++t) raw_out[t] = __ldg(p.svh + n + 16 * t);
+  const uint4 raw_in = __ldg(reinterpret_cast<const uint4*>(p.suh + k));
 #pragma unroll
   for (int j = 0; j < 4; ++j) butterflies(half[j]);
 
@@ -149,7 +143,7 @@ __global__ void __launch_bounds__(256, EXL3_REBUILD_BLOCKS)
       }
     }
     if (row < 0 || row >= p.n_count) continue;
-    uint16_t* to = p.out + number * p.out_step + int64_t{row} * p.out_stride + at;
+    uint16_t* to = p.out + int64_t{row} * p.out_stride + at;
     if (whole) {
       *reinterpret_cast<uint4*>(to) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
       continue;
@@ -192,8 +186,7 @@ cudaError_t launch_rebuild_family(const RebuildParams& p, cudaStream_t stream) {
   const int strips = (p.n_first + p.n_count + 127) / 128 - p.n_first / 128;
   auto* kernel = p.dtype == Dtype::kBfloat16 ? rebuild_kernel<kHalfBits, kFamily, Dtype::kBfloat16>
                                              : rebuild_kernel<kHalfBits, kFamily, Dtype::kFloat16>;
-  return launch_kernel(kernel, dim3(k_blocks, strips, std::max(1, p.matrices)), 256, 0, false,
-                       stream, p);
+  return launch_kernel(kernel, dim3(k_blocks, strips), 256, 0, false, stream, p);
 }
 
 template <int kHalfBits, Family kFamily>

@@ -29,12 +29,14 @@ constexpr int64_t kChunkBytes = int64_t{1} << 30;  // of images and rows, roughl
 // 128 experts of 2048 x 768: 25.2 both, 37.0 against 34.4.
 constexpr int64_t kMoeEvenPairs = 16;
 
-// Rebuilt weights: from so many rows an expert on average. Rebuilding a weight of an H200 takes as
-// long as some 100 rows through the products from the trellis.
-constexpr double kDenseAverage = 128;
-constexpr int64_t kDenseTokens = 16384;
-constexpr int64_t kDenseBytes = int64_t{5} << 29;         // of the rows of a call, roughly
-constexpr int64_t kDenseGroupBytes = int64_t{256} << 20;  // of gate and up, rebuilt
+// The route by warpgroups: from so many rows an expert on average. Below, decoding is what takes
+// the time, and lower tiles decode faster. On an H200, 128 experts of 2048 x 768: 341 against 354 us
+// with 12 rows, 338 against 253 with 8.
+constexpr double kTallAverage = 12;
+constexpr int64_t kTallTokens = 16384;
+constexpr int64_t kTallBytes = int64_t{5} << 29;  // of images and rows of a call, roughly
+// Rows of slots that the L2 holds are kept in fp32.
+constexpr int64_t kLongRowBytes = int64_t{64} << 20;
 
 int rows_of_tile(double average) {
   for (const Step& step : kLadder) {
@@ -87,11 +89,14 @@ int rows_of_stream(const DeviceFacts& device, const MoeShape& shape, int blocks)
 }
 
 // The tokens that go through at once: in equal parts, as many as the bytes of their rows allow.
-MoeChoice dense_choice(const MoeShape& shape) {
-  const int64_t of_token = int64_t{shape.top_k} * 2 * (shape.k + 3 * shape.inner + 2 * shape.n);
-  const int64_t most = std::clamp<int64_t>(kDenseBytes / of_token, 256, kDenseTokens);
+MoeChoice tall_choice(const DeviceFacts& device, const MoeShape& shape, bool exact) {
+  const int64_t of_slot = 4 * shape.k + 2 * shape.inner;  // of images
+  const int64_t of_token = shape.top_k * (of_slot + 4 * shape.n);
+  const int64_t most = std::clamp<int64_t>(kTallBytes / of_token, 256, kTallTokens);
   const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
-  return {0, 0, 0, std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks), false};
+  const int64_t chunk = std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks);
+  const bool many = chunk * shape.top_k * shape.n * 4 > kLongRowBytes;
+  return {kMoeTall, !exact && shape.bfloat16 && many ? 1 : 0, device.multiprocessors, chunk, false};
 }
 
 bool matches(const MoeOverride& entry, const MoeShape& shape) {
@@ -106,9 +111,12 @@ bool matches(const MoeOverride& entry, const MoeShape& shape) {
 std::optional<MoeChoice> complete(const DeviceFacts& device, const MoeShape& shape, bool exact,
                                   const MoeOverride& entry) {
   if (!is_moe_plan(entry.rows, entry.form)) return std::nullopt;
-  if (is_moe_dense(entry.rows)) {
-    if (!moe_dense_runs(device, shape)) return std::nullopt;
-    return dense_choice(shape);
+  if (is_moe_tall(entry.rows)) {
+    if (!moe_tall_runs(device, shape) || (entry.form == 1 && !shape.bfloat16)) return std::nullopt;
+    MoeChoice choice = tall_choice(device, shape, exact);
+    choice.form = exact ? 0 : entry.form;
+    if (entry.blocks > 0) choice.blocks = std::min(entry.blocks, device.multiprocessors);
+    return choice;
   }
   const int form = exact ? 0 : entry.form;
   if (is_moe_stream(entry.rows)) {
@@ -134,26 +142,6 @@ int moe_tile_blocks(const DeviceFacts& device, int rows) {
 
 bool moe_tall_runs(const DeviceFacts& device, const MoeShape& shape) {
   return device.architecture == 90 && shape.joined;
-}
-
-bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape) {
-  // torch's grouped product is one kernel, without a look at the rows from the host, there alone.
-  return device.architecture == 90 && shape.two_products && shape.plain_rows;
-}
-
-MoeDenseSizes moe_dense_sizes(const MoeShape& shape, int64_t tokens) {
-  const int64_t expert_bytes = 2 * shape.inner * shape.k * 2;
-  const int64_t most = std::clamp<int64_t>(kDenseGroupBytes / expert_bytes, 1, shape.experts);
-  const int64_t groups = (shape.experts + most - 1) / most;
-  const int64_t group = (shape.experts + groups - 1) / groups;
-  MoeDenseSizes sizes{};
-  sizes.group = static_cast<int>(group);
-  sizes.groups = static_cast<int>((shape.experts + group - 1) / group);
-  sizes.rows = most_tiles(shape, tokens, kMoeDenseRows) * kMoeDenseRows;
-  sizes.bytes = sizes.rows * 2 * (shape.k + 3 * shape.inner + shape.n) +
-                tokens * shape.top_k * 2 * shape.n +
-                group * (2 * shape.inner * shape.k + shape.inner * shape.n) * 2;
-  return sizes;
 }
 
 bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows, int blocks) {
@@ -190,13 +178,11 @@ MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const Pla
       return {rows, fast ? 1 : 0, blocks, std::max<int64_t>(1, shape.tokens), false};
     }
   }
-  if (!options.batch_invariant && moe_dense_runs(device, shape)) {
-    const MoeChoice dense = dense_choice(shape);
-    const auto tokens_at_once = static_cast<double>(std::min(shape.tokens, dense.chunk));
-    if (tokens_at_once * shape.top_k >=
-        kDenseAverage * static_cast<double>(std::max<int64_t>(1, shape.global_experts))) {
-      return dense;
-    }
+  // A thread block takes whole strips, so there must be enough of them.
+  const bool enough = shape.experts * (shape.inner / 128) >= device.multiprocessors;
+  if (!options.batch_invariant && moe_tall_runs(device, shape) && enough &&
+      average >= kTallAverage) {
+    return tall_choice(device, shape, options.exact);
   }
   MoeChoice choice{};
   choice.chunk = chunk;
@@ -253,7 +239,7 @@ MoeTallWorkspace moe_tall_workspace(const MoeShape& shape, const MoeChoice& choi
   w.image = parts.take(2 * tiles * image_bytes(shape.k, kMoeTallTile));
   w.next_image = parts.take(tiles * image_bytes(shape.inner, kMoeTallTile));
   w.aside = parts.take(choice.blocks * partial_bytes(kMoePartRows));
-  w.out = parts.take(tokens * shape.top_k * shape.n * 4);
+  w.out = parts.take(tokens * shape.top_k * shape.n * (choice.form == 0 ? 4 : 2));
   w.total = parts.end;
   return w;
 }

@@ -18,20 +18,19 @@ struct MoeShape {
   // Gate and up of all experts are of one kind, down likewise: two products, as the route for few
   // tokens knows them.
   bool two_products = true;
-  // What rebuilt weights need besides: bfloat16 tokens that no weight is multiplied into.
-  bool plain_rows = true;
   // Of the first kind of gates, which stands for the layer where a measured choice is looked up.
   int half_bits = 8;
   int family = 0;  // 0: 3inst and mcg, 1: mul1
   // Gate and up of each expert are of one kind, and the activation is short: one product.
   bool joined = true;
+  bool bfloat16 = true;  // tokens and results
 };
 
 struct MoeChoice {
   // Of a tile: 1, 2, 4 (the route for few tokens), 8, 16, 32, 64 or 128; 256: the route by
-  // warpgroups; 0: rebuilt weights.
+  // warpgroups.
   int rows;
-  int form;           // 0 exact, 1 fast
+  int form;           // 0 exact, 1 fast; by warpgroups 1: a slot's row is kept as bfloat16
   int blocks;         // thread blocks of a product
   int64_t chunk;      // tokens that go through all kernels at once
   bool whole_strips;  // k is cut nowhere
@@ -51,16 +50,15 @@ inline constexpr int kMoeTall = 256;
 
 // Whether there are tiles of so many rows in such a form.
 constexpr bool is_moe_plan(int64_t rows, int64_t form) {
-  for (const int legal : {0, 1, 2, 4, 8, 16, 32, 64, 128, kMoeTall}) {
-    if (rows == legal) return form == 0 || (form == 1 && rows > 0 && rows <= kFastRows);
+  for (const int legal : {1, 2, 4, 8, 16, 32, 64, 128, kMoeTall}) {
+    if (rows == legal) return form == 0 || (form == 1 && (rows <= kFastRows || rows == kMoeTall));
   }
   return false;
 }
 inline constexpr const char* kMoePlans =
-    "rows 1, 2, 4, 8, 16, 32, 64, 128, 256 or 0, form 1 from 1 to 8 alone";
+    "rows 1, 2, 4, 8, 16, 32, 64, 128 or 256, form 1 with 1 to 8 and 256 alone";
 inline constexpr int64_t kMoeMostBlocks = (1 << 16) - 1;
 
-constexpr bool is_moe_dense(int rows) { return rows == 0; }
 constexpr bool is_moe_tall(int rows) { return rows == kMoeTall; }
 constexpr bool is_moe_stream(int rows) { return rows > 0 && rows < 8; }
 
@@ -69,9 +67,6 @@ bool moe_stream_runs(const DeviceFacts& device, const MoeShape& shape, int rows,
 
 // The same for the route by warpgroups.
 bool moe_tall_runs(const DeviceFacts& device, const MoeShape& shape);
-
-// The same for rebuilt weights and torch's grouped products.
-bool moe_dense_runs(const DeviceFacts& device, const MoeShape& shape);
 
 MoeChoice choose_moe(const DeviceFacts& device, const MoeShape& shape, const PlanOptions& options,
                      std::span<const MoeOverride> overrides = {});
@@ -111,13 +106,5 @@ struct MoeTallWorkspace {
 };
 MoeTallWorkspace moe_tall_workspace(const MoeShape& shape, const MoeChoice& choice, int64_t tokens,
                                     int lists, int launches);
-
-// Rebuilt weights: experts of a group, rows of a group that there can be, and bytes of all tensors
-// of a call.
-struct MoeDenseSizes {
-  int group, groups;
-  int64_t rows, bytes;
-};
-MoeDenseSizes moe_dense_sizes(const MoeShape& shape, int64_t tokens);
 
 }  // namespace exl3

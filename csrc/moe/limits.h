@@ -6,7 +6,6 @@ namespace exl3 {
 inline constexpr int kMaxExperts = 512;  // on one device
 inline constexpr int kMaxSlots = 16;     // experts of one token
 inline constexpr int kMaxLists = 64;     // products of one call: kinds of gate, up and down
-inline constexpr int kMoeDenseRows = 8;  // to which an expert's are padded for rebuilt weights
 
 // The route by warpgroups: rows of a tile, to which an expert's are padded, and tiles of a part.
 inline constexpr int kMoeTallTile = 64, kMoePartTiles = 4;

@@ -45,10 +45,6 @@ struct MoePlanParams {
   const int* map;        // [global_experts] to a place here or -1; null where ids are places
   const int64_t* table;  // [3][experts][2]
   MoeRouting routing;
-  // For grouped products of rebuilt weights, or null: of each group of `group` experts where its
-  // rows begin in row_pair, and of each expert where its rows end, counted from there.
-  int *group_first, *group_ends;
-  int group;
   uint32_t* flags;  // set to zero for all products
   int flag_count;
   int pairs, experts, global_experts;

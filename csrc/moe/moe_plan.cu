@@ -51,9 +51,8 @@ __device__ __forceinline__ UnitRange groups_of_block(const MoePlanParams& p) {
 }
 
 __device__ __forceinline__ int expert_of(const MoePlanParams& p, int pair) {
-  return pair < p.pairs
-             ? local_expert(p.ids, p.wide_ids, p.map, pair, p.global_experts, p.experts)
-             : -1;
+  return pair < p.pairs ? local_expert(p.ids, p.wide_ids, p.map, pair, p.global_experts, p.experts)
+                        : -1;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -150,12 +149,6 @@ __global__ void __launch_bounds__(kThreads)
   if (writes && thread == 0) *to.tiles = total;
   __syncthreads();
 
-  if (writes && p.group_ends != nullptr && thread < p.experts) {
-    const int base = s.tile_begin[thread / p.group * p.group];
-    p.group_ends[thread] = (begin + tiles - base) * p.rows;
-    if (thread % p.group == 0) p.group_first[thread / p.group] = begin * p.rows;
-  }
-
   next = expert_of(p, first * 32 + lane);
   for (int group = first; group < last; ++group) {
     const int pair = group * 32 + lane, expert = next;
@@ -182,8 +175,7 @@ __global__ void __launch_bounds__(kThreads)
       if (entry[1] != p.list_kind[list]) mine = 0;
     }
     int all = total;
-    const int place =
-        p.lists > 1 || in_parts ? exclusive_scan(mine, s.warp_totals, all) : begin;
+    const int place = p.lists > 1 || in_parts ? exclusive_scan(mine, s.warp_totals, all) : begin;
     for (int t = 0; t < mine; ++t) {
       to.lists[int64_t{list} * p.most_tiles + place + t] = {thread, place, mine,
                                                             begin + (in_parts ? 0 : t)};

@@ -3,7 +3,7 @@
 //   plan     which rows go to which expert, in tiles of 64 rows, up to four of them a part
 //   gather   each routed row with its expert's input scales, transformed, as image of the product
 //   product  gate and up by warpgroups; the activation and the transform for down at its end
-//   product  down, to one fp32 row for each token and slot
+//   product  down, to one row for each token and slot
 //   combine  as for the other tiles
 //
 // A part is multiplied at once, by one thread block for each 128 outputs; k is cut nowhere.
@@ -80,8 +80,9 @@ struct MoeTallParams {
   float slope, cubic, beta, limit;  // of the activation, see `gated`
   int inner_begin, inner_end;       // columns that count; the others become zero
   float* aside;                     // [blocks][kMoePartRows][128], for gate
-  // else: fp32 rows by pair.
-  float* out;
+  // else: rows by pair, fp32 or, where `short_rows`, bfloat16.
+  void* out;
+  bool short_rows;
   int64_t out_stride;
   uint32_t* taken;  // how many items were taken beyond the first of each block; zero at the start
   int blocks;

@@ -13,9 +13,9 @@ namespace exl3 {
 
 // In shared memory: what is said about a piece, the product of one matrix and one part for a strip.
 struct alignas(16) MoePiece {
-  int strip;          // -1: there are no more pieces
-  int first, tiles;   // the part, in tiles of rows
-  int rows;           // of the part that are there
+  int strip;         // -1: there are no more pieces
+  int first, tiles;  // the part, in tiles of rows
+  int rows;          // of the part that are there
   uint16_t svh[128];
   uint16_t next_suh[128];      // up alone
   int row_pair[kMoePartRows];  // down alone
@@ -44,15 +44,15 @@ struct MoeTallConfig {
   static constexpr int kWarpRows = kChunkRows / kWarps;
   static_assert(kChunkRows == kMoeTallTile && kWarpRows == 8);
 
-  // k is a multiple of 128, so all stages are full and a piece has an even number of them. Of what is
-  // said about pieces four are enough while no more than six stages are under way.
+  // k is a multiple of 128, so all stages are full and a piece has an even number of them. Of what
+  // is said about pieces four are enough while no more than six stages are under way.
   static constexpr int kStageSteps = 4, kPieces = 4, kMostStages = 6;
   static constexpr int kStepWeightBytes = 8 * R::words32 * 4;
   static constexpr int kWeightBytes = kStageSteps * kStepWeightBytes;
   static constexpr int kStageBytes = kWeightBytes + kStageSteps * kRows * 32;
   static constexpr int kPieceBytes = sizeof(MoePiece);
-  static constexpr int kRoomBytes = gemm_room_bytes(Room::kLarge, kRows) - kSumBytes -
-                                    kPieces * kPieceBytes - 16 * kMostStages;
+  static constexpr int kRoomBytes =
+      gemm_room_bytes(Room::kLarge, kRows) - kSumBytes - kPieces * kPieceBytes - 16 * kMostStages;
   static constexpr int kFit = kRoomBytes / kStageBytes;
   static constexpr int kStages = kFit < kMostStages ? kFit : kMostStages;
   static_assert(kStages >= 4 && kStageBytes % 128 == 0 && kPieceBytes % 16 == 0);

@@ -5,6 +5,7 @@
 // and one between neighbours.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -17,11 +18,9 @@
 
 namespace exl3 {
 
-// The row of an octet, or of eight, that a lane takes: rows that are read at once lie four apart, so
-// that they are in different banks.
-__device__ __forceinline__ int tall_row_of_lane(int lane) {
-  return lane / 4 % 2 * 4 + lane / 8;
-}
+// The row of an octet, or of eight, that a lane takes: rows that are read at once lie four apart,
+// so that they are in different banks.
+__device__ __forceinline__ int tall_row_of_lane(int lane) { return lane / 4 % 2 * 4 + lane / 8; }
 
 // A stage of the transform between lanes kDistance apart.
 template <int kDistance, int kCount>
@@ -88,6 +87,17 @@ __device__ __forceinline__ void store_part(uint8_t* image, int part_rows, int st
   }
 }
 
+// A lane's values of a row, rounded to bfloat16.
+__device__ __forceinline__ void store_short(uint16_t* to, const float (&v)[32]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const __nv_bfloat162 low = __floats2bfloat162_rn(v[4 * j], v[4 * j + 1]);
+    const __nv_bfloat162 high = __floats2bfloat162_rn(v[4 * j + 2], v[4 * j + 3]);
+    *reinterpret_cast<uint2*>(to + 16 * j) = make_uint2(*reinterpret_cast<const uint32_t*>(&low),
+                                                        *reinterpret_cast<const uint32_t*>(&high));
+  }
+}
+
 // What becomes of 64 rows whose sums are in shared memory; `octet` is that of the warp.
 template <class C>
 __device__ __forceinline__ void finish_rows(const MoeTallParams& p, const MoePiece& piece, int half,
@@ -114,10 +124,15 @@ __device__ __forceinline__ void finish_rows(const MoeTallParams& p, const MoePie
   if (!p.pair) {
     if (row_of_part >= piece.rows) return;
     const int64_t pair = piece.row_pair[row_of_part];
-    auto* to = reinterpret_cast<float4*>(p.out + pair * p.out_stride + piece.strip * 128 + 4 * q);
+    const int64_t at = pair * p.out_stride + piece.strip * 128 + 4 * q;
+    if (p.short_rows) {
+      store_short(static_cast<uint16_t*>(p.out) + at, v);
+    } else {
+      auto* to = reinterpret_cast<float4*>(static_cast<float*>(p.out) + at);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      to[4 * j] = make_float4(v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
+      for (int j = 0; j < 8; ++j) {
+        to[4 * j] = make_float4(v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
+      }
     }
     return;
   }
@@ -136,8 +151,7 @@ __device__ __forceinline__ void finish_rows(const MoeTallParams& p, const MoePie
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int place = channel + 16 * j + i;
-      const bool counts =
-          row_of_part < piece.rows && place >= p.inner_begin && place < p.inner_end;
+      const bool counts = row_of_part < piece.rows && place >= p.inner_begin && place < p.inner_end;
       const float value = gated(p.slope, p.cubic, p.beta, p.limit, gate[i], v[4 * j + i]);
       v[4 * j + i] = counts ? value : 0.0f;
     }

@@ -175,10 +175,18 @@ __device__ __forceinline__ void multiply_piece(const MoeTallParams& p, MoeTallRi
 #pragma unroll
       for (int step = 0; step < C::kStageSteps; ++step) pin_weights(a[turn][step]);
       switch (tiles) {
-        case 1: start_products<C, 8>(a[turn], rows, acc); break;
-        case 2: start_products<C, 16>(a[turn], rows, acc); break;
-        case 3: start_products<C, 24>(a[turn], rows, acc); break;
-        default: start_products<C, 32>(a[turn], rows, acc); break;
+        case 1:
+          start_products<C, 8>(a[turn], rows, acc);
+          break;
+        case 2:
+          start_products<C, 16>(a[turn], rows, acc);
+          break;
+        case 3:
+          start_products<C, 24>(a[turn], rows, acc);
+          break;
+        default:
+          start_products<C, 32>(a[turn], rows, acc);
+          break;
       }
       before = last;
       last = ring.slot;

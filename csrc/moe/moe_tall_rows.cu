@@ -53,9 +53,9 @@ __device__ __forceinline__ void load_inputs(const T* row, int first, int k_in, L
 // Blocks of 128 inputs that a thread block makes of a tile.
 constexpr int kBlocks = 4;
 
-// A thread block makes inputs of the 64 rows of a tile, for gate and for up; a warp takes eight rows,
-// four lanes a row: what the q-th has are four times 16 bytes of the image. Rows past those of the
-// expert are zeros.
+// A thread block makes inputs of the 64 rows of a tile, for gate and for up; a warp takes eight
+// rows, four lanes a row: what the q-th has are four times 16 bytes of the image. Rows past those
+// of the expert are zeros.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     moe_tall_gather_kernel(const __grid_constant__ MoeTallGatherParams p) {

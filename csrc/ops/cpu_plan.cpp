@@ -37,9 +37,9 @@ std::vector<int64_t> moe_plan(std::vector<int64_t> device, std::vector<int64_t> 
                               int64_t options, std::vector<int64_t> table) {
   STD_TORCH_CHECK(device.size() == 3, "exl3::moe_plan: device holds ", device.size(),
                   " numbers, expected architecture, multiprocessors, shared bytes of a block");
-  STD_TORCH_CHECK(shape.size() == 11, "exl3::moe_plan: shape holds ", shape.size(),
+  STD_TORCH_CHECK(shape.size() == 12, "exl3::moe_plan: shape holds ", shape.size(),
                   " numbers, expected tokens, slots, experts, experts of all ranks, k, inner, n, "
-                  "half bits, family, two products, plain rows");
+                  "half bits, family, two products, one of gate and up, bfloat16");
   const exl3::DeviceFacts facts{static_cast<int>(device[0]), static_cast<int>(device[1]),
                                 device[2]};
   const exl3::MoeShape moe{shape[0],
@@ -50,17 +50,18 @@ std::vector<int64_t> moe_plan(std::vector<int64_t> device, std::vector<int64_t> 
                            shape[5],
                            shape[6],
                            shape[9] != 0,
-                           shape[10] != 0,
                            static_cast<int>(shape[7]),
-                           static_cast<int>(shape[8])};
+                           static_cast<int>(shape[8]),
+                           shape[10] != 0,
+                           shape[11] != 0};
   const auto overrides = exl3::ops::read_moe_table("exl3::moe_plan", table);
   const exl3::MoeChoice made =
       exl3::choose_moe(facts, moe, {(options & 1) != 0, (options & 2) != 0}, overrides);
   const int64_t tokens = moe.tokens < made.chunk ? moe.tokens : made.chunk;
-  const int64_t bytes = exl3::is_moe_dense(made.rows) ? exl3::moe_dense_sizes(moe, tokens).bytes
-                        : exl3::is_moe_stream(made.rows)
-                            ? exl3::moe_stream_workspace(moe, made, tokens).total
-                            : exl3::moe_workspace(moe, made, tokens, 1, 2, true).total;
+  const int64_t bytes =
+      exl3::is_moe_stream(made.rows) ? exl3::moe_stream_workspace(moe, made, tokens).total
+      : exl3::is_moe_tall(made.rows) ? exl3::moe_tall_workspace(moe, made, tokens, 1, 2).total
+                                     : exl3::moe_workspace(moe, made, tokens, 1, 2, true).total;
   return {made.rows, made.form, made.blocks, made.chunk, bytes};
 }
 

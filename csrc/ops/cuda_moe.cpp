@@ -228,15 +228,6 @@ void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceF
                   ") is none: ", kMoePlans);
   choice.rows = static_cast<int>(rows);
   choice.form = static_cast<int>(form);
-  if (rows == 0) {
-    STD_TORCH_CHECK(moe_dense_runs(facts, shape),
-                    "exl3::moe_with: rebuilt weights need a card of compute capability 9.0, one "
-                    "kind of weights for gate and up and one for down, and bfloat16 tokens that no "
-                    "weight is multiplied into");
-    choice.blocks = 0;
-    choice.chunk = chunk > 0 ? chunk : std::max<int64_t>(1, shape.tokens);
-    return;
-  }
   if (stream) {
     int positions = blocks > 0 ? static_cast<int>(blocks) : facts.multiprocessors;
     // Fewer blocks meet more experts each, until their inputs do not fit.
@@ -251,10 +242,16 @@ void force(MoeChoice& choice, const std::vector<int64_t>& numbers, const DeviceF
     choice.chunk = chunk > 0 ? std::min(chunk, most) : most;
     return;
   }
-  STD_TORCH_CHECK(!is_moe_tall(choice.rows) || moe_tall_runs(facts, shape), "exl3::moe_with: ",
-                  rows,
-                  " rows a tile need a card of compute capability 9.0, gate and up of each expert "
-                  "of one kind, and another activation than GELU by erf");
+  if (is_moe_tall(choice.rows)) {
+    STD_TORCH_CHECK(
+        moe_tall_runs(facts, shape) && (form == 0 || shape.bfloat16), "exl3::moe_with: ", rows,
+        " rows a tile need a card of compute capability 9.0, gate and up of each expert "
+        "of one kind, another activation than GELU by erf, and bfloat16 for form 1");
+    choice.blocks = static_cast<int>(blocks > 0 ? std::min<int64_t>(blocks, facts.multiprocessors)
+                                                : facts.multiprocessors);
+    choice.chunk = chunk > 0 ? chunk : std::max<int64_t>(1, shape.tokens);
+    return;
+  }
   choice.blocks = blocks > 0 ? static_cast<int>(blocks) : moe_tile_blocks(facts, choice.rows);
   if (chunk > 0) choice.chunk = chunk;
 }
@@ -296,17 +293,16 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
                        a.inner,
                        a.n,
                        has_two_products(a),
-                       dtype == Dtype::kBfloat16 && !weight_on_input,
                        first.tile_words / 8,
                        static_cast<int>(family_of(first)),
-                       a.paired && a.activation.kind != ActivationKind::kGelu};
+                       a.paired && a.activation.kind != ActivationKind::kGelu,
+                       dtype == Dtype::kBfloat16};
   MoeChoice choice = choose_moe(facts, shape, {options().exact, options().batch_invariant},
                                 options().moe_overrides);
   if (forced != nullptr) force(choice, *forced, facts, shape);
   // GELU by erf is long code that the epilogue of tall tiles shall not carry along.
-  const bool stream = is_moe_stream(choice.rows), dense = is_moe_dense(choice.rows);
-  const bool tall = is_moe_tall(choice.rows);
-  a.paired = a.paired && (stream || dense || a.activation.kind != ActivationKind::kGelu);
+  const bool stream = is_moe_stream(choice.rows), tall = is_moe_tall(choice.rows);
+  a.paired = a.paired && (stream || a.activation.kind != ActivationKind::kGelu);
   Call call{a,
             bytes(w13_trellis),
             bytes(w2_trellis),
@@ -325,13 +321,6 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
             gemm_room(facts.architecture),
             stream_of(device)};
   call.lists = a.kinds.size() == 1 ? 1 : static_cast<int>(call.products.size());
-  if (dense) {
-    for (int64_t first = 0; first < a.m; first += choice.chunk) {
-      run_dense(call, first, std::min(choice.chunk, a.m - first),
-                static_cast<uint16_t*>(y.mutable_data_ptr()));
-    }
-    return y;
-  }
   const int64_t most = std::min(a.m, choice.chunk);
   const auto launches = static_cast<int>(call.products.size());
   const int64_t bytes_needed =
@@ -347,8 +336,9 @@ Tensor run(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
   auto* data = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   for (int64_t first = 0; first < a.m; first += choice.chunk) {
     const int64_t tokens = std::min(choice.chunk, a.m - first);
-    (stream ? run_stream : tall ? run_tall : run_chunk)(call, first, tokens, data,
-                                      static_cast<uint16_t*>(y.mutable_data_ptr()));
+    (stream ? run_stream
+     : tall ? run_tall
+            : run_chunk)(call, first, tokens, data, static_cast<uint16_t*>(y.mutable_data_ptr()));
   }
   return y;
 }

@@ -65,8 +65,7 @@ struct Gate {
 };
 inline Gate gate_of(const Activation& activation) {
   const bool tanh = activation.kind == ActivationKind::kGeluTanh;
-  return {tanh ? kTwoRootTwoOverPi : activation.alpha,
-          tanh ? kTwoRootTwoOverPi * 0.044715f : 0.0f};
+  return {tanh ? kTwoRootTwoOverPi : activation.alpha, tanh ? kTwoRootTwoOverPi * 0.044715f : 0.0f};
 }
 
 inline DecodeConstants constants_of(int codebook) {
@@ -80,9 +79,6 @@ void run_stream(const Call& call, int64_t first, int64_t tokens, uint8_t* worksp
 
 // Many tokens through products by warpgroups.
 void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y);
-
-// The same through rebuilt weights.
-void run_dense(const Call& call, int64_t first, int64_t tokens, uint16_t* y);
 
 // What plan needs but the height of its tiles and how many there can be.
 MoePlanParams plan_of(const Call& call, int64_t first, int64_t tokens, const MoeRouting& routing,

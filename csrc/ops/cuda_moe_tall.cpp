@@ -12,16 +12,14 @@ using torch::headeronly::ScalarType;
 void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y) {
   const MoeArguments& a = call.a;
   const auto launches = static_cast<int>(call.products.size());
-  const MoeTallWorkspace w = moe_tall_workspace(call.shape, call.choice, tokens, call.lists, launches);
+  const MoeTallWorkspace w =
+      moe_tall_workspace(call.shape, call.choice, tokens, call.lists, launches);
   const auto tiles = static_cast<int>(most_tiles(call.shape, tokens, kMoeTallTile));
   const auto ints = [&](int64_t offset) { return reinterpret_cast<int*>(workspace + offset); };
   const auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(workspace + offset); };
-  const MoeRouting routing{ints(w.tiles),
-                           ints(w.counts),
-                           ints(w.tile_expert),
-                           ints(w.row_pair),
-                           ints(w.tile_part),
-                           reinterpret_cast<MoeTile*>(workspace + w.lists),
+  const MoeRouting routing{ints(w.tiles),       ints(w.counts),
+                           ints(w.tile_expert), ints(w.row_pair),
+                           ints(w.tile_part),   reinterpret_cast<MoeTile*>(workspace + w.lists),
                            ints(w.list_counts)};
   MoePlanParams plan = plan_of(call, first, tokens, routing, ints(w.of_blocks));
   plan.flags = reinterpret_cast<uint32_t*>(ints(w.taken));
@@ -60,8 +58,8 @@ void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspac
     for (int half = 0; half < (down ? 1 : 2); ++half) {
       gemm.table[half] = table + (product.projection + half) * a.experts * 2;
       gemm.svh[half] = down ? call.w2_svh : call.w13_svh + half * a.inner;
-      gemm.image[half] = down ? workspace + w.next_image
-                              : workspace + w.image + half * gather.image_bytes;
+      gemm.image[half] =
+          down ? workspace + w.next_image : workspace + w.image + half * gather.image_bytes;
     }
     gemm.svh_stride = down ? a.n : 2 * a.inner;
     const int list = call.lists == 1 ? 0 : index;
@@ -81,7 +79,8 @@ void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspac
     gemm.inner_begin = static_cast<int>(a.inner_begin);
     gemm.inner_end = static_cast<int>(a.inner_begin + a.inner_size);
     gemm.aside = floats(w.aside);
-    gemm.out = floats(w.out);
+    gemm.out = workspace + w.out;
+    gemm.short_rows = call.choice.form == 1;
     gemm.out_stride = a.n;
     gemm.taken = plan.flags + index;
     gemm.blocks = call.choice.blocks;
@@ -93,7 +92,8 @@ void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspac
   }
 
   MoeCombineParams combine = combine_of(call, first, tokens, y);
-  combine.rows = floats(w.out);
+  combine.rows = workspace + w.out;
+  combine.short_rows = call.choice.form == 1;
   check_launch("adding the experts' rows",
                launch_moe_combine(combine, call.dependent, call.stream));
 }

@@ -24,10 +24,10 @@ PLANS = {
     "rows64": [64, 0, 0, 0],
     "rows128": [128, 0, 0, 0],
     "rows256": [256, 0, 0, 0],
-    "rebuilt": [0, 0, 0, 0],
+    "rows256-short": [256, 1, 0, 0],
 }
 """What `exl3::moe_with` takes: rows of a tile, form, blocks and tokens at once (0: the rule). Up to
-4 rows are the route for few tokens, 0 is that of rebuilt weights."""
+4 rows are the route for few tokens, 256 is that by warpgroups."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -38,18 +38,18 @@ class Layer:
     packed: experts.Experts
     oracle: moe_oracle.Layer
 
-    def takes(self, plan, dtype=torch.bfloat16, on_input=False, activation=SILU) -> bool:
+    def takes(self, plan, dtype=torch.bfloat16, activation=SILU) -> bool:
         """Whether a plan serves this layer: warpgroups need gate and up of each expert of one kind
-        and a short activation, two routes know one kind of weights for gate and up and one for
-        down, and rebuilt weights take plain bfloat16 rows."""
+        and a short activation, short rows bfloat16; the route for few tokens knows one kind of
+        weights for gate and up and one for down."""
         if plan is not None and plan[0] == 256:
-            return bool(self.packed.sizes[3]) and activation.name != "gelu"
+            fits = bool(self.packed.sizes[3]) and activation.name != "gelu"
+            return fits and (plan[1] == 0 or dtype == torch.bfloat16)
         if plan is None or plan[0] >= 8:
             return True
         uses = self.packed.kinds[2::3]
         gates, downs = (sum(use >> bit & 1 for use in uses) for bit in (0, 2))
-        two = bool(self.packed.sizes[3]) and gates == downs == 1
-        return two and (plan[0] > 0 or (dtype == torch.bfloat16 and not on_input))
+        return bool(self.packed.sizes[3]) and gates == downs == 1
 
     def run(self, x, weights, ids, plan=None, expert_map=None, activation=SILU, on_input=False):
         """`exl3::moe`, or `exl3::moe_with` where a plan is given."""
@@ -63,12 +63,12 @@ class Layer:
         return torch.ops.exl3.moe_with(*arguments, list(plan))
 
     def expect(
-        self, x, weights, ids, fast=False, rebuilt=False, expert_map=None, activation=SILU,
+        self, x, weights, ids, fast=False, short=False, expert_map=None, activation=SILU,
         on_input=False,
     ):  # fmt: skip
-        """What `run` must return; `fast` for plans that leave out a rounding."""
+        """What `run` must return; see `moe_bank.form_of`."""
         return self.oracle.expect(
-            x, weights, ids, expert_map, activation, on_input, True, fast, rebuilt
+            x, weights, ids, expert_map, activation, on_input, True, fast, short
         )
 
 

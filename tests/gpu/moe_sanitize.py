@@ -27,7 +27,6 @@ def main() -> int:
     parser.add_argument("--rates", type=int, default=len(moe_cases.RATES), help="how many rates")
     parser.add_argument("--plans", default=",".join(moe_layers.PLANS), help="names of plans")
     parser.add_argument("--short", action="store_true", help="one layer, two calls a plan")
-    parser.add_argument("--dense", action="store_true", help="torch's grouped product as well")
     arguments = parser.parse_args()
     ops.require_cuda()
     start, calls, worst = time.monotonic(), 0, 0.0
@@ -45,7 +44,7 @@ def main() -> int:
         dtype = moe_layers.DTYPES[number % 2]
         for name in arguments.plans.split(","):
             plan = moe_layers.PLANS[name]
-            if not held.takes(plan, dtype) or (plan[0] == 0 and not arguments.dense):
+            if not held.takes(plan, dtype):
                 continue
             sizes = (1, 19) if k == 128 else (3,) if arguments.short else (3, 2 * plan[0] + 3)
             for m in sizes:

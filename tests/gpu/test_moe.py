@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import moe_bank
 from exl3_plugin.experts import SILU, Activation, Kind
 from tests.gpu import moe_layers as moe
 from tests.moe import moe_cases
@@ -15,10 +16,9 @@ def sweep(check, layer, x, weights, ids, case, plans=moe.PLANS, **options):
     """All plans on one input; one oracle a form serves them."""
     expected = {}
     for name, plan in plans.items():
-        given = (options.get("on_input", False), options.get("activation", SILU))
-        if not layer.takes(plan, x.dtype, *given):
+        if not layer.takes(plan, x.dtype, options.get("activation", SILU)):
             continue
-        form = (plan is not None and plan[1] == 1, plan is not None and plan[0] == 0)
+        form = moe_bank.form_of(plan)
         if form not in expected:
             expected[form] = layer.expect(x, weights, ids, *form, **options)
         got = layer.run(x, weights, ids, plan, **options)
@@ -110,7 +110,7 @@ def test_default(exact, options, capfd):
         weights, ids = moe.routed([20, m], m, 4, 16)
         x = moe.rows(21, m, 256)
         got = layer.run(x, weights, ids)
-        forms = [(False, False)] + [(True, False)] * (not exact) + [(False, True)] * (m >= 333)
+        forms = [(False, False)] + [(True, False), (False, True)] * (not exact)
         best = min(layer.expect(x, weights, ids, *form).fractions(got) for form in forms)
         check.add("exact" if exact else "any", f"{m} rows", best)
     with capfd.disabled():
@@ -235,7 +235,8 @@ def test_refused():
         ("topk_weights has scalar type", {"weights": weights.double()}),
         ("topk_ids must be on the device", {"ids": ids.cpu()}),
         ("plan \\(24, 0, 0, 0\\) is none", {"plan": [24, 0, 0, 0]}),
-        ("form 1 from 1 to 8 alone", {"plan": [16, 1, 0, 0]}),
+        ("form 1 with 1 to 8 and 256 alone", {"plan": [16, 1, 0, 0]}),
+        ("bfloat16 for form 1", {"x": x.half(), "plan": [256, 1, 0, 0]}),
         ("17 experts a token", {"ids": ids.repeat(1, 9)[:, :17], "weights": weights.repeat(1, 9)}),
         ("x has 129 columns", {"x": moe.rows(41, 4, 129)}),
     ]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import calibrate_experts
+from bench import calibrate_experts, moe_bank
 from exl3_plugin import ops, tuning
 from exl3_plugin.experts import ExpertSizes, Kind, plan
 from tests.gpu import moe_layers as moe
@@ -58,7 +58,7 @@ def test_each_row_gives_what_the_forced_plan_gives(name, m, layer, table):
         assert same_bits(got, layer.run(*given)), "a row that cannot serve leaves it to the rule"
         return
     assert same_bits(got, layer.run(*given, plan=wanted))
-    statistical, worst = layer.expect(*given, wanted[1] == 1, wanted[0] == 0).fractions(got)
+    statistical, worst = layer.expect(*given, *moe_bank.form_of(wanted)).fractions(got)
     assert statistical <= 1 and worst <= 0.5
 
 
@@ -90,34 +90,21 @@ def test_rows_are_looked_up_and_options_stay(layer, table, options):
 
 @pytest.mark.quick
 def test_routes_give_way_where_they_cannot_serve(table):
-    """Several kinds of weights, float16 tokens, a router weight on the input."""
+    """Several kinds of weights, float16 tokens."""
     kinds = (Kind("mcg", 64), Kind("mul1", 40), Kind("3inst", 48))
     mixed = moe.make(54, 8, 256, 128, 256, lambda e, p: kinds[(e + p) % 3])
     plain = moe.make(55, 8, 256, 128, 256)
     weights, ids = moe.routed(56, 8, 2, 8)
-    for rows, layer, dtype, on_input in (
-        (1, mixed, torch.bfloat16, False),
-        (0, mixed, torch.bfloat16, False),
-        (0, plain, torch.float16, False),
-        (0, plain, torch.bfloat16, True),
+    for rows, form, layer, dtype in (
+        (1, 0, mixed, torch.bfloat16),
+        (256, 0, mixed, torch.bfloat16),
+        (256, 1, plain, torch.float16),
     ):
         x = moe.rows(57, 8, 256, dtype)
-        before = layer.run(x, weights, ids, on_input=on_input)
-        table({"tokens_upto": 8, "rows": rows})
-        assert same_bits(layer.run(x, weights, ids, on_input=on_input), before), rows
+        before = layer.run(x, weights, ids)
+        table({"tokens_upto": 8, "rows": rows, "form": form})
+        assert same_bits(layer.run(x, weights, ids), before), rows
         table()
-
-
-@pytest.mark.quick
-def test_many_float16_tokens_and_weights_on_the_input_are_right():
-    """By the rule, where plain bfloat16 tokens would go through rebuilt weights."""
-    layer = moe.make(58, 4, 256, 128, 256)
-    weights, ids = moe.routed(59, 600, 2, 4)
-    for dtype, on_input in ((torch.float16, False), (torch.bfloat16, True)):
-        x = moe.rows(60, 600, 256, dtype)
-        got = layer.run(x, weights, ids, on_input=on_input)
-        fractions = layer.expect(x, weights, ids, on_input=on_input).fractions(got)
-        assert fractions[0] <= 1 and fractions[1] <= 0.5, (dtype, on_input, fractions)
 
 
 @pytest.mark.quick
@@ -140,7 +127,7 @@ def test_refused():
     for numbers, reason in (
         ([1, 2, 3], r"3 numbers, expected 11 for each row"),
         ([0] * 6 + [-1, 16, 24, 0, 0], r"exl3::set_moe_table: row 0: plan \(24, 0, 0\) is none"),
-        ([0] * 6 + [-1, 16, 16, 1, 0], r"form 1 from 1 to 8 alone"),
+        ([0] * 6 + [-1, 16, 16, 1, 0], r"form 1 with 1 to 8 and 256 alone"),
     ):
         with pytest.raises(RuntimeError, match=reason):
             torch.ops.exl3.set_moe_table(numbers)

@@ -10,8 +10,7 @@ kernels. Alongside each value go the variance of its error and the worst it can 
 * output: seven levels and the scale;
 * activation: what gate and up are off by, times the slopes there, and the last places of `expf`;
 * the down projection is linear: what its input is off by goes through the dense weight;
-* rebuilt weights: theirs, as `tests/gpu/oracle.py` has it, rounded to bfloat16; so are both results
-  of a product and the activation;
+* short rows: what down gives for a slot, rounded to bfloat16;
 * combine: one product and one addition a slot, one rounding to the result's type.
 
 A result may be off by SIGMAS standard deviations, and by half of the worst case.
@@ -28,10 +27,8 @@ import torch
 from exl3_plugin.experts import SILU, Activation, Stored
 from tests.gpu.oracle import (
     HALF,
-    JOINS,
     SIGMAS,
     U,
-    Weights,
     codebook_values,
     hadamard,
     place,
@@ -70,27 +67,6 @@ class Matrix:
         """The weight in the original basis, float64 `[k, n]`."""
         left = hadamard(self.inner.T).T * self.stored.suh.double()[:, None]
         return hadamard(left) * self.stored.svh.double()
-
-    @cached_property
-    def rebuilt(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The weight in the original basis, variance and worst of its bfloat16 copy."""
-        stored = self.stored
-        parts = Weights(stored.trellis, stored.suh, stored.svh, stored.codebook).dense
-        weight, variance, worst = parts
-        half = step(weight.abs() + worst, torch.bfloat16) / 2
-        return weight, variance + half**2 / 3, worst + half
-
-    def multiply_rebuilt(self, x: Value) -> Value:
-        """`x W` from the rebuilt weight, rounded to bfloat16."""
-        weight, variance, worst = self.rebuilt
-        steps = x.value.shape[1] / 16 + 16
-        y = x.value @ weight
-        square = x.value**2 + x.variance
-        size = square @ weight**2
-        out = square @ variance + x.variance @ weight**2 + (8 * U * steps) ** 2 * size
-        off = (x.value.abs() + x.worst) @ worst + x.worst @ weight.abs()
-        off = off + 4 * U * (steps + JOINS) * (x.value.abs() @ weight.abs())
-        return to_bfloat16(Value(y, out, off))
 
     def multiply(self, x: Value, cuda: bool, fast: bool) -> Value:
         """`x W` for x `[m, k]`, with what the kernels may be off by."""
@@ -184,9 +160,9 @@ class Layer:
 
     def expect(
         self, x, weights, ids, expert_map=None, activation=SILU, weight_on_input=False,
-        cuda=False, fast=False, rebuilt=False,
+        cuda=False, fast=False, short=False,
     ) -> Expectation:  # fmt: skip
-        """What `Experts.run` must return for the same arguments; `rebuilt` weights too."""
+        """What `Experts.run` must return for the same arguments; rows of slots may be `short`."""
         m = x.shape[0]
         wide = x.new_zeros(m, self.k, dtype=torch.float64)
         wide[:, : x.shape[1]] = x.double()
@@ -202,7 +178,7 @@ class Layer:
                 rows = (local[:, slot] == expert).nonzero()[:, 0]
                 weight = weights[rows, slot].double()[:, None]
                 given = wide[rows] * weight if weight_on_input else wide[rows]
-                out = self._expert(expert, given, activation, cuda, fast, rebuilt)
+                out = self._expert(expert, given, activation, cuda, fast, short)
                 factor = 1.0 if weight_on_input else weight
                 total.value[rows] += factor * out.value
                 total.variance[rows] += factor**2 * (out.variance + U**2 * out.value**2)
@@ -212,18 +188,15 @@ class Layer:
                 total.worst[rows] += U * size
         return Expectation(total)
 
-    def _expert(self, expert, x, activation, cuda, fast, rebuilt) -> Value:
+    def _expert(self, expert, x, activation, cuda, fast, short) -> Value:
         gate, up, down = self.experts[expert]
-
-        def multiply(matrix: Matrix, v: Value) -> Value:
-            return matrix.multiply_rebuilt(v) if rebuilt else matrix.multiply(v, cuda, fast)
-
         # A weight times a row rounds once more.
         given = Value(x, (U * x) ** 2, U * x.abs())
-        h = activate(multiply(gate, given), multiply(up, given), activation)
-        h = to_bfloat16(h) if rebuilt else h
+        products = (matrix.multiply(given, cuda, fast) for matrix in (gate, up))
+        h = activate(*products, activation)
         used = torch.zeros(h.value.shape[1], dtype=torch.float64, device=x.device)
         used[self.begin : self.begin + self.size] = 1
         h = Value(h.value * used, h.variance * used, h.worst * used)
-        out = multiply(down, h)
+        out = down.multiply(h, cuda, fast)
+        out = to_bfloat16(out) if short else out
         return Value(*(t[:, : self.n_out] for t in (out.value, out.variance, out.worst)))

@@ -65,13 +65,20 @@ __device__ __forceinline__ float4 load_scales(const uint16_t* from) {
   return make_float4(low.x, low.y, high.x, high.y);
 }
 
+// The lesser one; not a number if either is not.
+__device__ __forceinline__ float least(float a, float b) {
+  float c;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
 // a(gate) * (up + beta) where a is gate * sigmoid(gate * (slope + cubic * gate^2)): SiLU, and GELU
 // by tanh, as one short piece of code. The fast exponential and
 // quotient are good to a few units in the last place of what is rounded to fp16 next.
 __device__ __forceinline__ float gated(float slope, float cubic, float beta, float limit,
                                        float gate, float up) {
-  gate = gate > limit ? limit : gate;
-  up = up > limit ? limit : up < -limit ? -limit : up;
+  gate = least(gate, limit);
+  up = -least(-least(up, limit), limit);
   const float inner = gate * fmaf(cubic * gate, gate, slope);
   return __fdividef(gate, 1.0f + __expf(-inner)) * (up + beta);
 }

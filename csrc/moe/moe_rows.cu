@@ -137,17 +137,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Four columns of one token a thread.
+// What a thread reads of a row at once: 16 bytes.
+template <bool kShortRows>
+inline constexpr int kCombineColumns = kShortRows ? 8 : 4;
+
+__device__ __forceinline__ void add_weighted(float (&sum)[4], float weight, uint4 raw) {
+  const float v[4] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
+                      __uint_as_float(raw.w)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] = fmaf(weight, v[i], sum[i]);
+}
+__device__ __forceinline__ void add_weighted(float (&sum)[8], float weight, uint4 raw) {
+  const uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] = fmaf(weight, __uint_as_float(pairs[i] << 16), sum[2 * i]);
+    sum[2 * i + 1] = fmaf(weight, __uint_as_float(pairs[i] & 0xFFFF0000u), sum[2 * i + 1]);
+  }
+}
+
+// Some columns of one token a thread.
 template <class T, bool kShortRows>
 __global__ void __launch_bounds__(kCombineThreads)
     moe_combine_kernel(const __grid_constant__ MoeCombineParams p) {
+  constexpr int kColumns = kCombineColumns<kShortRows>;
   release_dependents();
   await_predecessors();
-  const int token = blockIdx.y, column = (blockIdx.x * kCombineThreads + threadIdx.x) * 4;
+  const int token = blockIdx.y, column = (blockIdx.x * kCombineThreads + threadIdx.x) * kColumns;
   if (column >= p.n_out) return;
-  float sum[4] = {};
+  float sum[kColumns] = {};
   // Eight slots at a time: all places, then all rows are under way at once. Rows are as wide as the
-  // stored matrix, so four columns are there although fewer may count.
+  // stored matrix, so all columns are there although fewer may count.
   for (int slot = 0; slot < p.top_k; slot += 8) {
     const int first = token * p.top_k + slot, count = min(8, p.top_k - slot);
     bool live[8];
@@ -158,30 +178,21 @@ __global__ void __launch_bounds__(kCombineThreads)
                 local_expert(p.ids, p.wide_ids, p.map, first + j, p.global_experts, p.experts) >= 0;
       weight[j] = j < count && p.weights != nullptr ? __ldg(p.weights + first + j) : 1.0f;
     }
-    float4 v[8];
+    uint4 v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if (!live[j]) continue;
-      const int64_t at = int64_t{first + j} * p.row_stride + column;
-      if constexpr (kShortRows) {
-        const uint2 raw =
-            __ldcg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.rows) + at));
-        v[j] = make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xFFFF0000u),
-                           __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xFFFF0000u));
-      } else {
-        v[j] = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.rows) + at));
-      }
+      const int64_t at = (int64_t{first + j} * p.row_stride + column) / kColumns;
+      v[j] = __ldcg(static_cast<const uint4*>(p.rows) + at);
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if (!live[j]) continue;
-      sum[0] = fmaf(weight[j], v[j].x, sum[0]), sum[1] = fmaf(weight[j], v[j].y, sum[1]);
-      sum[2] = fmaf(weight[j], v[j].z, sum[2]), sum[3] = fmaf(weight[j], v[j].w, sum[3]);
+      if (live[j]) add_weighted(sum, weight[j], v[j]);
     }
   }
   T* to = static_cast<T*>(p.out) + int64_t{token} * p.n_out + column;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kColumns; ++i) {
     if (column + i < p.n_out) to[i] = static_cast<T>(sum[i]);
   }
 }
@@ -208,8 +219,9 @@ cudaError_t launch_moe_combine(const MoeCombineParams& params, bool dependent,
   auto* kernel = params.short_rows                      ? moe_combine_kernel<__nv_bfloat16, true>
                  : params.out_dtype == Dtype::kBfloat16 ? moe_combine_kernel<__nv_bfloat16, false>
                                                         : moe_combine_kernel<__half, false>;
-  constexpr int kColumns = 4 * kCombineThreads;
-  const dim3 grid((params.n_out + kColumns - 1) / kColumns, params.tokens);
+  const int columns =
+      kCombineThreads * (params.short_rows ? kCombineColumns<true> : kCombineColumns<false>);
+  const dim3 grid((params.n_out + columns - 1) / columns, params.tokens);
   return launch_kernel(kernel, grid, kCombineThreads, 0, dependent, stream, params);
 }
 

@@ -143,17 +143,22 @@ __device__ __forceinline__ void finish_rows(const MoeTallParams& p, const MoePie
     }
     return;
   }
-  const int channel = piece.strip * 128 + 4 * q;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float4 four = aside[j * C::kThreads];
     const float gate[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int place = channel + 16 * j + i;
-      const bool counts = row_of_part < piece.rows && place >= p.inner_begin && place < p.inner_end;
-      const float value = gated(p.slope, p.cubic, p.beta, p.limit, gate[i], v[4 * j + i]);
-      v[4 * j + i] = counts ? value : 0.0f;
+      v[4 * j + i] = gated(p.slope, p.cubic, p.beta, p.limit, gate[i], v[4 * j + i]);
+    }
+  }
+  // Rows that are not there come out as they may: nothing but such rows is made of them.
+  const int channel = piece.strip * 128 + 4 * q;
+  if (piece.strip * 128 < p.inner_begin || (piece.strip + 1) * 128 > p.inner_end) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int place = channel + i / 4 * 16 + i % 4;
+      if (place < p.inner_begin || place >= p.inner_end) v[i] = 0.0f;
     }
   }
   scale_values(piece.next_suh, lane, v);

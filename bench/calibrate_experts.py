@@ -2,8 +2,9 @@
 
 A plan is measured as a model would run it: as the one row of the table of measured choices, so what
 is timed is what the profile will bring about. For each number of tokens: tiles of 1 to 128 rows and
-the route by warpgroups where it can serve, the fast forms, then the thread blocks of the best. Two tokens
-are held against float64, all tokens against what the built-in plan gives, before a plan is timed.
+the route by warpgroups where it can serve, the fast forms, then the thread blocks of the best. Two
+tokens are held against float64, all tokens against what the built-in plan gives, before a plan is
+timed.
 """
 
 from __future__ import annotations

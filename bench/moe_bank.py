@@ -159,8 +159,8 @@ def routings(
 
 
 def form_of(plan) -> tuple[bool, bool]:
-    """Whether a plan of `exl3::moe_with` leaves out a rounding of each weight, and whether it rounds
-    the rows of slots."""
+    """Whether a plan of `exl3::moe_with` leaves out a rounding of each weight, and whether it
+    rounds the rows of slots."""
     form = plan is not None and plan[1] == 1
     return (form and plan[0] != TALL_ROWS, form and plan[0] == TALL_ROWS)
 

@@ -30,8 +30,8 @@ constexpr int64_t kChunkBytes = int64_t{1} << 30;  // of images and rows, roughl
 constexpr int64_t kMoeEvenPairs = 16;
 
 // The route by warpgroups: from so many rows an expert on average. Below, decoding is what takes
-// the time, and lower tiles decode faster. On an H200, 128 experts of 2048 x 768: 341 against 354 us
-// with 12 rows, 338 against 253 with 8.
+// the time, and lower tiles decode faster. On an H200, 128 experts of 2048 x 768: 341 against 354
+// us with 12 rows, 338 against 253 with 8.
 constexpr double kTallAverage = 12;
 constexpr int64_t kTallTokens = 16384;
 constexpr int64_t kTallBytes = int64_t{5} << 29;  // of images and rows of a call, roughly

@@ -10,7 +10,7 @@
 #include "device/partition.cuh"
 #include "linear/launch.cuh"
 #include "moe/moe_routing.cuh"
-#include "moe/moe_tall.h"
+#include "moe/moe_tall_split.h"
 
 namespace exl3 {
 namespace {

@@ -32,7 +32,7 @@ QWEN3 = ExpertLayer(ExpertSizes(128, 128, 8, 2048, 768), 4.0, "mcg")
 GLM = ExpertLayer(ExpertSizes(288, 288, 8, 4096, 2048), 2.5, "mul1")
 GLM_RANK = ExpertLayer(ExpertSizes(36, 288, 8, 4096, 2048), 4.0, "mcg")
 STREAM4, TILE16 = ExpertPlan(4, ops.FAST, 132), ExpertPlan(16, ops.EXACT, 264)
-REBUILT = ExpertPlan(0, ops.EXACT, 0)
+TALL = ExpertPlan(256, ops.EXACT, 132)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,8 +78,8 @@ def test_candidates(device, layer):
         few = {one.rows for one in plans if 0 < one.rows < 8}
         assert bool(few) == (device is H200 and tokens <= 8), case
         average = tokens * layer.sizes.slots / layer.sizes.global_experts
-        assert (REBUILT in plans) == (device is H200 and average >= 32), case
-        assert all(one.form == ops.EXACT or one.rows in (1, 2, 4, 8) for one in plans), case
+        assert (TALL in plans) == (device is H200 and average >= 4), case
+        assert all(one.form == ops.EXACT or one.rows in (1, 2, 4, 8, 256) for one in plans), case
         for one in plans[1:]:
             assert fitted(device, tokens, layer, one) == one, case
         for one in with_blocks(device, tokens, layer, plans[1]):
@@ -89,13 +89,13 @@ def test_candidates(device, layer):
 
 def test_candidates_around_the_rule():
     """A tile lower and a tile taller than the rule's are among them where there is one."""
-    assert {one.rows for one in candidates(H200, 64, QWEN3, TILE16)} == {8, 16}
-    assert {one.rows for one in candidates(H200, 256, QWEN3, TILE16)} == {8, 16, 32, 64}
-    assert {one.rows for one in candidates(H200, 2048, QWEN3, REBUILT)} == {0, 32, 64, 128}
+    assert {one.rows for one in candidates(H200, 64, QWEN3, TILE16)} == {8, 16, 256}
+    assert {one.rows for one in candidates(H200, 256, QWEN3, TILE16)} == {8, 16, 32, 64, 256}
+    assert {one.rows for one in candidates(H200, 2048, QWEN3, TALL)} == {32, 64, 128, 256}
     assert {one.rows for one in candidates(PRO6000, 8192, QWEN3, TILE16)} == {16, 64, 128}
     blocks = [one.blocks for one in with_blocks(H200, 64, QWEN3, TILE16)]
     assert blocks == [132, 396]
-    assert with_blocks(H200, 8192, QWEN3, REBUILT) == []
+    assert with_blocks(H200, 8192, QWEN3, TALL) == []
     assert [one.blocks for one in with_blocks(H200, 8, QWEN3, STREAM4)] == [66, 198, 264]
     small = ExpertLayer(ExpertSizes(4, 4, 1, 128, 128), 4.0, "mcg")
     assert {one.blocks for one in candidates(H200, 1, small, TILE16)[1:] if one.rows >= 8} == {8}

@@ -20,35 +20,39 @@ def library():
     ops.load()
 
 
-def choose(device, tokens, shape, options=0, two_products=1, plain_rows=1):
+def choose(device, tokens, shape, options=0, two_products=1, joined=1, bfloat16=1):
     """rows, form, blocks, tokens at once, bytes."""
-    numbers = [tokens, *shape, 8, 0, two_products, plain_rows]
+    numbers = [tokens, *shape, 8, 0, two_products, joined, bfloat16]
     return torch.ops.exl3.moe_plan(device, numbers, options)
 
 
 def test_tiles_grow_with_the_rows_of_an_expert():
-    heights = [choose(H200, m, QWEN3)[0] for m in (9, 64, 95, 96, 192, 384, 768)]
+    heights = [choose(H200, m, QWEN3, joined=0)[0] for m in (9, 64, 95, 96, 192, 384, 768)]
     assert heights == [8, 8, 8, 16, 32, 64, 64]
     assert choose(PRO6000, 4096, QWEN3)[0] == 128
     for device in (H200, PRO6000, A100):
         for shape in (QWEN3, GLM):
             rows = [choose(device, m, shape)[0] for m in range(1, 1500, 37)]
-            assert rows == sorted(rows) and set(rows) <= {1, 8, 16, 32, 64, 128}
+            assert rows == sorted(rows) and set(rows) <= {1, 8, 16, 32, 64, 128, 256}
 
 
-def test_many_tokens_go_through_rebuilt_weights():
-    """On the card whose grouped product needs no look at the rows from the host."""
-    assert [choose(H200, m, QWEN3)[0] for m in (1200, 2047, 2048, 8192)] == [64, 64, 0, 0]
-    assert [choose(H200, m, GLM)[0] for m in (2048, 8192)] == [64, 0]
+def test_many_tokens_go_through_warpgroups():
+    """On sm_90, from 12 rows an expert on; slots' rows are short once the L2 does not hold them."""
+    found = [choose(H200, m, QWEN3)[:3] for m in (191, 192, 1024, 1025, 8192)]
+    assert found == [[16, 0, 264], [256, 0, 132], [256, 0, 132], [256, 1, 132], [256, 1, 132]]
+    assert [choose(H200, m, GLM)[:2] for m in (431, 432, 8192)] == [[16, 0], [256, 0], [256, 1]]
+    assert choose(H200, 8192, QWEN3, EXACT)[:2] == [256, 0]
+    assert choose(H200, 8192, QWEN3, bfloat16=0)[:2] == [256, 0]
+    assert choose(H200, 8192, QWEN3, two_products=0)[:2] == [256, 1]
     assert choose(H200, 8192, QWEN3, BATCH_INVARIANT)[0] == 64
     assert choose(PRO6000, 8192, QWEN3)[0] == choose(A100, 8192, QWEN3)[0] == 128
 
 
-def test_tokens_that_rebuilt_weights_cannot_take_go_through_tiles():
-    """float16, or a router weight on the input; several kinds of weights in a layer."""
-    assert choose(H200, 8192, QWEN3, plain_rows=0)[0] == 128
-    assert choose(H200, 8192, QWEN3, two_products=0)[0] == 128
-    assert choose(H200, 1, QWEN3, plain_rows=0)[0] == 1
+def test_what_warpgroups_cannot_take_goes_through_tiles():
+    """Gate and up of different kinds, GELU by erf; fewer whole strips than multiprocessors."""
+    assert choose(H200, 8192, QWEN3, joined=0)[0] == 128
+    assert choose(H200, 8192, (2, 8, 8, 4096, 2048, 4096))[0] == 128
+    assert choose(H200, 8192, (2, 8, 8, 4096, 14336, 4096))[0] == 256
     assert choose(H200, 1, QWEN3, two_products=0)[0] == 8
 
 
@@ -86,7 +90,7 @@ def test_forms():
 
 def test_blocks_are_what_a_card_holds_at_once():
     assert choose(H200, 16, QWEN3)[2] == 264
-    assert choose(H200, 1000, QWEN3)[2] == 132
+    assert choose(H200, 1000, QWEN3, joined=0)[2] == 132
     assert choose(PRO6000, 1, QWEN3)[2] == 188
     assert choose(A100, 1, QWEN3)[2] == 108
 
@@ -110,12 +114,14 @@ def test_prompts_go_in_equal_chunks_that_fit_a_gigabyte_or_two():
             assert nbytes < 3 << 30
 
 
-def test_rebuilt_weights_take_the_rows_of_a_call_and_a_group_of_experts():
+def test_warpgroups_take_the_rows_of_a_call():
+    """Images of gate, up and down and a row for each slot, padded to 64 for each expert."""
     for shape in (QWEN3, GLM):
-        for tokens in (8192, 16384, 100_000):
-            rows, _, _, chunk, nbytes = choose(H200, tokens, shape)
-            assert rows == 0 and chunk <= 16384 and -(-tokens // chunk) * chunk < tokens + 64
-            slots, _, _, hidden, inner, outputs = shape
+        for tokens in (512, 8192, 16384, 100_000):
+            rows, form, _, chunk, nbytes = choose(H200, tokens, shape)
+            assert rows == 256 and chunk <= 16384 and -(-tokens // chunk) * chunk < tokens + 64
+            slots, _, experts, hidden, inner, outputs = shape
             pairs = min(tokens, chunk) * slots
-            least = 2 * pairs * (hidden + 3 * inner + 2 * outputs)
-            assert least < nbytes < 1.3 * least + (600 << 20) and nbytes < 4 << 30
+            of_row = 4 * hidden + 2 * inner
+            least = pairs * (of_row + (2 if form else 4) * outputs)
+            assert least < nbytes < least + 64 * experts * of_row + (30 << 20) < 4 << 30

@@ -30,7 +30,7 @@ def row(tokens_upto, rows, form=0, blocks=0, **match):
     ).numbers()
 
 
-def choose(tokens, table=(), device=H200, shape=QWEN3, options=0, kind=(8, 0), fits=(1, 1)):
+def choose(tokens, table=(), device=H200, shape=QWEN3, options=0, kind=(8, 0), fits=(1, 1, 1)):
     """rows, form, blocks, tokens at once, bytes, by the kernels' own code."""
     sizes = [shape[name] for name in ("slots", "experts", "global_experts", "k", "inner")]
     numbers = [tokens, *sizes, shape["k"], *kind, *fits]
@@ -68,7 +68,7 @@ def test_batch_invariant_mode_looks_at_no_row():
 
 
 def test_exact_takes_the_exact_form_of_a_fast_row():
-    for rows, tokens in ((1, 1), (4, 8), (8, 40)):
+    for rows, tokens in ((1, 1), (4, 8), (8, 40), (256, 99)):
         assert choose(tokens, row(99, rows, 1))[:2] == [rows, 1]
         assert choose(tokens, row(99, rows, 1), options=EXACT)[:2] == [rows, 0]
 
@@ -77,11 +77,10 @@ def test_exact_takes_the_exact_form_of_a_fast_row():
     "tokens, rows, where",
     [
         (1, 1, {"device": PRO6000}),
-        (1, 1, {"fits": (0, 1)}),
+        (1, 1, {"fits": (0, 1, 1)}),
         (9, 4, {}),  # 72 pairs of token and slot, one pass takes 64
-        (4096, 0, {"device": PRO6000}),
-        (4096, 0, {"fits": (0, 1)}),
-        (4096, 0, {"fits": (1, 0)}),
+        (4096, 256, {"device": PRO6000}),
+        (4096, 256, {"fits": (1, 0, 1)}),
         (1, 4, {"shape": {**QWEN3, "k": 14336}}),  # inputs beyond shared memory
     ],
 )
@@ -96,7 +95,8 @@ def test_blocks():
     assert choose(100, row(100, 16, blocks=77))[2] == 77
     small = {"slots": 1, "experts": 4, "global_experts": 4, "k": 128, "inner": 128}
     assert choose(1, row(1, 16, blocks=5000), shape=small)[2] == 8, "gate has no more k16 steps"
-    assert choose(8192, row(8192, 0, blocks=9))[:3] == choose(8192)[:3] == [0, 0, 0]
+    assert choose(8192, row(8192, 256, 1, blocks=9))[:3] == [256, 1, 9]
+    assert choose(8192, row(8192, 256, blocks=999))[:3] == [256, 0, 132]
 
 
 def test_bytes_and_chunks_are_those_of_the_choice():
@@ -119,15 +119,17 @@ def test_any_table_gives_a_choice_that_is_legal():
         tokens, device = pick.randrange(1, 9000), pick.choice((H200, PRO6000, A100))
         rows = pick.choice(tuning.EXPERT_TILE_ROWS)
         form = pick.randrange(2) if rows in tuning.FAST_EXPERT_TILE_ROWS else 0
-        fits = (pick.randrange(2), pick.randrange(2))
+        fits = tuple(pick.randrange(2) for _ in range(3))
         where = {"device": device, "shape": shape, "fits": fits}
         table = row(tokens, rows, form, pick.choice((0, 1, 132, 500, 65535)))
         found = choose(tokens, table, **where)
         assert found == choose(tokens, **where) or found[:2] == [rows, form]
         asked += found[:2] == [rows, form]
-        assert rows < 8 or found[0] == rows, "tiles serve every call"
-        if found[0] in (0, 1, 2, 4):
-            assert device is H200 and fits[0] and (found[0] or fits[1])
+        assert rows not in tuning.TILE_ROWS or found[0] == rows, "tiles serve every call"
+        if found[0] in (1, 2, 4):
+            assert device is H200 and fits[0]
+        if found[0] == 256:
+            assert device is H200 and fits[1] and (found[1] == 0 or fits[2])
     assert asked > 800
 
 

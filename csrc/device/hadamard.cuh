@@ -19,6 +19,16 @@ __device__ __forceinline__ void butterflies(T (&v)[kCount]) {
   }
 }
 
+// A stage of the transform between lanes kDistance apart.
+template <int kDistance, int kCount>
+__device__ __forceinline__ void lane_butterfly(float (&v)[kCount], int lane) {
+  const float sign = (lane & kDistance) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    v[i] = fmaf(v[i], sign, __shfl_xor_sync(0xFFFFFFFFu, v[i], kDistance));
+  }
+}
+
 // The transforms of kCount blocks at once. Lane l holds elements 4l to 4l+3 of each. Two stages
 // inside the lane, five between lanes, fp32, natural order, not normalised: the caller multiplies
 // by 1/sqrt(128) where it rounds or scales anyway.

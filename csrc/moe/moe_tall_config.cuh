@@ -32,7 +32,7 @@ struct MoeTallConfig {
   // Two warpgroups take half of the channels each, a warp one tile: what they decode serves as many
   // rows as their registers hold sums of.
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kGroups = 1, kGroupWarps = kWarps, kWarpTiles = 1;
+  static constexpr int kWarpTiles = 1;
   static constexpr int kRowTiles = kRows / 8;
   // A third warpgroup has the thread that fetches; it gives its registers to the others.
   static constexpr int kLaunchThreads = kThreads + 128;
@@ -41,8 +41,7 @@ struct MoeTallConfig {
   // Sums of both warpgroups meet in shared memory, as many rows at a time.
   static constexpr int kChunkRows = 64, kRowStride = 132;
   static constexpr int kSumBytes = kChunkRows * kRowStride * 4;
-  static constexpr int kWarpRows = kChunkRows / kWarps;
-  static_assert(kChunkRows == kMoeTallTile && kWarpRows == 8);
+  static_assert(kChunkRows == kMoeTallTile && kChunkRows == 8 * kWarps);
 
   // k is a multiple of 128, so all stages are full and a piece has an even number of them. Of what
   // is said about pieces four are enough while no more than six stages are under way.

@@ -22,16 +22,6 @@ namespace exl3 {
 // so that they are in different banks.
 __device__ __forceinline__ int tall_row_of_lane(int lane) { return lane / 4 % 2 * 4 + lane / 8; }
 
-// A stage of the transform between lanes kDistance apart.
-template <int kDistance, int kCount>
-__device__ __forceinline__ void lane_butterfly(float (&v)[kCount], int lane) {
-  const float sign = (lane & kDistance) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    v[i] = fmaf(v[i], sign, __shfl_xor_sync(0xFFFFFFFFu, v[i], kDistance));
-  }
-}
-
 // Accumulators of the chunk-th 64 rows to sums[row][channel], the stage over channels 8 apart done.
 template <class C, int kChunk>
 __device__ __forceinline__ void spread_chunk(float* sums, const float (&acc)[C::kRowTiles][4],

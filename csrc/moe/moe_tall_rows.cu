@@ -29,16 +29,6 @@ __device__ __forceinline__ uint4 load_eight(const T* row, int first, int k_in) {
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// A stage of the transform between lanes kDistance apart.
-template <int kDistance, int kCount>
-__device__ __forceinline__ void lane_butterfly(float (&v)[kCount], int lane) {
-  const float sign = (lane & kDistance) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    v[i] = fmaf(v[i], sign, __shfl_xor_sync(0xFFFFFFFFu, v[i], kDistance));
-  }
-}
-
 // What a lane has of a row: inputs 32 j + 8 q to 32 j + 8 q + 7 of a block of 128, as they are.
 using LaneInputs = uint4[4];
 

@@ -4,6 +4,9 @@
 // threads arrive: which tile a row is in decides where the sums of its product are cut, and equal
 // inputs shall give equal bits. Each warp takes a contiguous share of the pairs and counts experts
 // in a table of its own; the tables, summed up warp by warp, say where each warp's rows begin.
+//
+// Several blocks take contiguous shares likewise: a kernel before this one counts what each of them
+// will find. What is said about whole experts is written by the first.
 #include <cuda_runtime.h>
 
 #include "device/instructions.cuh"
@@ -130,9 +133,7 @@ __global__ void __launch_bounds__(kThreads)
   const int tiles = (count + p.rows - 1) / p.rows;
   int total = 0;
   const int begin = exclusive_scan(tiles, s.warp_totals, total);
-  if (thread < p.experts) {
-    s.tile_begin[thread] = begin;
-  }
+  if (thread < p.experts) s.tile_begin[thread] = begin;
   if (writes && thread < p.experts) {
     for (int t = 0; t < tiles; ++t) to.tile_expert[begin + t] = thread;
     if (to.tile_part != nullptr) {

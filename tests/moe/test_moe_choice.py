@@ -49,10 +49,14 @@ def test_many_tokens_go_through_warpgroups():
 
 
 def test_what_warpgroups_cannot_take_goes_through_tiles():
-    """Gate and up of different kinds, GELU by erf; fewer whole strips than multiprocessors."""
+    """Gate and up of different kinds, GELU by erf; too few whole strips for the multiprocessors."""
     assert choose(H200, 8192, QWEN3, joined=0)[0] == 128
-    assert choose(H200, 8192, (2, 8, 8, 4096, 2048, 4096))[0] == 128
-    assert choose(H200, 8192, (2, 8, 8, 4096, 14336, 4096))[0] == 256
+    few = (2, 8, 8, 4096, 1024, 4096)  # 64 strips between the products, with 512 rows an expert 128
+    assert [choose(H200, m, few)[0] for m in (200, 256, 2048)] == [64, 64, 256]
+    assert choose(H200, 200, (2, 8, 8, 4096, 14336, 4096))[0] == 256
+    # One of eight ranks of Qwen3-30B-A3B, by columns and by experts.
+    assert choose(H200, 2048, (8, 128, 128, 2048, 128, 2048))[0] == 256
+    assert choose(H200, 2048, (8, 16, 128, 2048, 768, 2048))[0] == 256
     assert choose(H200, 1, QWEN3, two_products=0)[0] == 8
 
 

@@ -46,9 +46,11 @@ from serving import (  # noqa: E402
 )
 
 PROMPTS, NEW_TOKENS = 64, 32
-TIE_NATS = 0.02
-"""Two tokens closer than this may change places: one row and three go through other kernels, and
-bfloat16 has logits in steps of 1/64."""
+TIES = {"float16": (0.02, PROMPTS // 4), "bfloat16": (0.05, PROMPTS // 2)}
+"""By type: two tokens closer than so many nats may change places, in so many texts at most. One row
+and three go through other kernels, and bfloat16 has logits in steps of 1/64 below 4, 1/32 below 8.
+How often that meets a tie is a matter of the processor: 19 of 64 texts on one without bfloat16
+instructions."""
 
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3-wrapper", "glm4")
 """Families that vLLM refuses to run in float16, whose range their activations exceed."""
@@ -239,10 +241,11 @@ def mtp(options) -> Iterator[dict]:
         for a, b in zip(answers["alone"], answers["exl3 draft"])
     ]
     gaps = [gap_at(a, p) for a, p in zip(answers["alone"], places) if p is not None]
+    tie, most = TIES[options.half]
     accepted = {n: c["accepted"] / c["drafted"] for n, c in counts.items() if c.get("drafted")}
     yield {
         "case": "greedy texts with and without the draft",
-        "ok": len(gaps) <= PROMPTS // 4 and all(gap < TIE_NATS for gap in gaps),
+        "ok": len(gaps) <= most and all(gap < tie for gap in gaps),
         "equal_texts": places.count(None),
         "prompts": PROMPTS,
         "gaps_where_not": [round(gap, 4) for gap in gaps],

@@ -215,7 +215,7 @@ EXPERTS = {"k": 2048, "inner": 768, "experts": 32, "global_experts": 128, "slots
 def test_rows_for_experts_are_kept_and_handed_to_the_operator(tmp_path):
     rows = [
         tuning.ExpertOverride(**EXPERTS, tokens_upto=8, rows=4, form=1, blocks=132),
-        tuning.ExpertOverride(tokens_upto=4096, rows=0),
+        tuning.ExpertOverride(tokens_upto=4096, rows=256),
     ]
     reading = tuning.ExpertMeasurement(
         **EXPERTS, tokens=8, plan=(4, 1, 132), us=80.8, spread=0.01, default=False, chosen=True
@@ -228,7 +228,7 @@ def test_rows_for_experts_are_kept_and_handed_to_the_operator(tmp_path):
     assert written.table() == []
     assert written.expert_table() == [
         *(2048, 768, 32, 128, 8, 8, 0, 8, 4, 1, 132),
-        *(0, 0, 0, 0, 0, 0, -1, 4096, 0, 0, 0),
+        *(0, 0, 0, 0, 0, 0, -1, 4096, 256, 0, 0),
     ]
 
 
@@ -238,7 +238,7 @@ def test_rows_for_experts_are_kept_and_handed_to_the_operator(tmp_path):
         {"tokens_upto": 0},
         {"rows": 24},
         {"rows": 16, "form": 1},
-        {"rows": 0, "form": 1},
+        {"rows": 0},
         {"blocks": -1},
         {"blocks": 1 << 16},
         {"slots": 17},

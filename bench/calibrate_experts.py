@@ -189,7 +189,7 @@ def candidates(
         plans += [ExpertPlan(rows, form, sms * (2 if rows <= 16 else 1)) for form in forms]
     if average >= TALL_FROM_ROWS:
         forms = (ops.EXACT, ops.FAST)
-        plans += [ExpertPlan(moe_bank.TALL_ROWS, form, sms) for form in forms]
+        plans += [ExpertPlan(tuning.WARPGROUP_ROWS, form, sms) for form in forms]
     found = [fitted(device, tokens, layer, one) for one in plans[1:]]
     return list(dict.fromkeys([default, *filter(None, found)]))
 
@@ -198,7 +198,7 @@ def with_blocks(
     device: ops.Device, tokens: int, layer: ExpertLayer, chosen: ExpertPlan
 ) -> list[ExpertPlan]:
     """The plan with other numbers of thread blocks."""
-    if chosen.rows == moe_bank.TALL_ROWS:
+    if chosen.rows == tuning.WARPGROUP_ROWS:
         return []
     factors = STREAM_BLOCKS if chosen.rows < 8 else TILE_BLOCKS
     counts = dict.fromkeys(int(factor * device.multiprocessors) for factor in factors)

@@ -149,8 +149,8 @@ def plans_of(text: str) -> list[list[int] | None]:
         ValueError: another name.
     """
     known: dict[str, list[int] | None] = {"auto": None}
-    known |= {f"{rows}f": [rows, 1, 0, 0] for rows in (1, 2, 4, 8, 256)}
-    known |= {str(rows): [rows, 0, 0, 0] for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+    known |= {f"{rows}f": [rows, 1, 0, 0] for rows in tuning.FAST_EXPERT_TILE_ROWS}
+    known |= {str(rows): [rows, 0, 0, 0] for rows in tuning.EXPERT_TILE_ROWS}
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:

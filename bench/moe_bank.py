@@ -9,11 +9,10 @@ import torch
 from exl3_plugin import format as exl3
 from exl3_plugin import ops
 from exl3_plugin.experts import Experts, Kind, Stored, arrange
+from exl3_plugin.tuning import WARPGROUP_ROWS
 from tests.moe import moe_oracle
 
 SUH_SIZE = 0.03
-TALL_ROWS = 256
-"""What stands for the route by warpgroups among the rows of tiles."""
 PROOF_TOKENS = 2
 """Tokens whose result is held against float64; all experts they go to are decoded for that."""
 
@@ -162,7 +161,7 @@ def form_of(plan) -> tuple[bool, bool]:
     """Whether a plan of `exl3::moe_with` leaves out a rounding of each weight, and whether it
     rounds the rows of slots."""
     form = plan is not None and plan[1] == 1
-    return (form and plan[0] != TALL_ROWS, form and plan[0] == TALL_ROWS)
+    return (form and plan[0] != WARPGROUP_ROWS, form and plan[0] == WARPGROUP_ROWS)
 
 
 def prove(layer: Layer, x, weights, ids, y, fast: bool, short: bool) -> tuple[float, float]:

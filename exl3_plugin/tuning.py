@@ -26,8 +26,10 @@ ANY_FAMILY, HALVES_FAMILY, MUL1_FAMILY = -1, 0, 1
 """Codebook families of a plan: any, the two that add halves (3inst, mcg), mul1."""
 TABLE_FIELDS = ("k", "n", "half_bits", "family", "m_upto", "kernel", "rows", "form", "blocks")
 """Order of a row of `exl3::set_plan_table`."""
-EXPERT_TILE_ROWS = (1, 2, 4, *TILE_ROWS, 256)
-FAST_EXPERT_TILE_ROWS = (1, 2, 4, 8, 256)
+WARPGROUP_ROWS = 256
+"""What stands for the route of experts by warpgroups among the rows of tiles."""
+EXPERT_TILE_ROWS = (1, 2, 4, *TILE_ROWS, WARPGROUP_ROWS)
+FAST_EXPERT_TILE_ROWS = (1, 2, 4, 8, WARPGROUP_ROWS)
 EXPERT_TABLE_FIELDS = (
     "k", "inner", "experts", "global_experts", "slots", "half_bits", "family", "tokens_upto",
     "rows", "form", "blocks",

@@ -45,15 +45,20 @@ int rows_of_tile(double average) {
   return 128;
 }
 
-// Tokens that go through tiles at once: in equal parts, as many as the bytes of their rows allow. A
-// row costs two images of k, one of inner, and n sums; padding doubles it at the worst.
+// Tokens that go through at once where `most` can: in equal parts.
+int64_t equal_chunk(int64_t tokens, int64_t most) {
+  const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
+  return std::max<int64_t>(1, (tokens + chunks - 1) / chunks);
+}
+
+// Tokens that go through tiles at once: as many as the bytes of their rows allow. A row costs two
+// images of k, one of inner, and n sums; padding doubles it at the worst.
 int64_t tile_chunk(const MoeShape& shape) {
   const int64_t token_bytes =
       int64_t{shape.top_k} * (4 * 2 * shape.k + 2 * 2 * shape.inner + 4 * shape.n);
   const int64_t most =
       std::clamp<int64_t>(kChunkBytes / token_bytes / 256 * 256, 256, kChunkTokens);
-  const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
-  return std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks);
+  return equal_chunk(shape.tokens, most);
 }
 
 // Parts of a workspace, one after the other, each at a multiple of 256 bytes.
@@ -88,13 +93,12 @@ int rows_of_stream(const DeviceFacts& device, const MoeShape& shape, int blocks)
   return rows >= wanted || 2 * pairs <= rows * shape.global_experts ? rows : 0;
 }
 
-// The tokens that go through at once: in equal parts, as many as the bytes of their rows allow.
+// By warpgroups: as many tokens at once as the bytes of their rows allow.
 MoeChoice tall_choice(const DeviceFacts& device, const MoeShape& shape, bool exact) {
   const int64_t of_slot = 4 * shape.k + 2 * shape.inner;  // of images
   const int64_t of_token = shape.top_k * (of_slot + 4 * shape.n);
   const int64_t most = std::clamp<int64_t>(kTallBytes / of_token, 256, kTallTokens);
-  const int64_t chunks = std::max<int64_t>(1, (shape.tokens + most - 1) / most);
-  const int64_t chunk = std::max<int64_t>(1, (shape.tokens + chunks - 1) / chunks);
+  const int64_t chunk = equal_chunk(shape.tokens, most);
   const bool many = chunk * shape.top_k * shape.n * 4 > kLongRowBytes;
   return {kMoeTall, !exact && shape.bfloat16 && many ? 1 : 0, device.multiprocessors, chunk, false};
 }

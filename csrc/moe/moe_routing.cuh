@@ -73,8 +73,8 @@ __device__ __forceinline__ float least(float a, float b) {
 }
 
 // a(gate) * (up + beta) where a is gate * sigmoid(gate * (slope + cubic * gate^2)): SiLU, and GELU
-// by tanh, as one short piece of code. The fast exponential and
-// quotient are good to a few units in the last place of what is rounded to fp16 next.
+// by tanh, as one short piece of code. The fast exponential and quotient are off by a few units of
+// fp32's last place, and the result is rounded to fp16 next.
 __device__ __forceinline__ float gated(float slope, float cubic, float beta, float limit,
                                        float gate, float up) {
   gate = least(gate, limit);

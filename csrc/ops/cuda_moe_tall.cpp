@@ -7,8 +7,6 @@
 
 namespace exl3::ops {
 
-using torch::headeronly::ScalarType;
-
 void run_tall(const Call& call, int64_t first, int64_t tokens, uint8_t* workspace, uint16_t* y) {
   const MoeArguments& a = call.a;
   // Kernels of many rows last a hundred times as long as a launch, and those that wait for them
